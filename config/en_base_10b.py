@@ -1,0 +1,17 @@
+# English Base, 10B tokens: the CLM detour, or its MLM twin, from ModernBERT-base (paper §3.2, P-223).
+#
+#   torchrun --nproc_per_node=4 train.py config/en_base_10b.py --objective=clm
+#   torchrun --nproc_per_node=4 train.py config/en_base_10b.py --objective=mlm
+#
+# 384 rows x 8,192 tokens = 3,145,728 tokens a step, 96 rows for each of 4 GPUs.
+# Phase 1: 10B tokens = 3,179 steps, of which 32 warm up. Decay: 1B tokens = 318 steps.
+
+out_dir = "out/en_base_10b-{objective}"
+data_dir = "data/en10b"
+init_from = "answerdotai/ModernBERT-base"
+phase1_tokens = 10e9
+decay_tokens = 1e9
+micro_batch = 8
+
+# the checkpoint's shape (149.7M parameters), for --dry_run and for --init_from=scratch
+vocab_size = 50368

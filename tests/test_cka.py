@@ -1,0 +1,303 @@
+"""cka.py: the estimator against closed forms and its definition, the features, and the script from end to end."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import t as student_t
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import cka
+from model import ModernBERT, ModernBERTConfig
+
+SCRIPT = Path(cka.__file__).resolve()
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [first + last for first in ("bra", "cle", "dri", "fo", "gu", "ka") for last in ("ne", "sto", "ti", "lum", "x")]
+
+
+def make_tokenizer(words=WORDS, lowercase=False):
+    vocab = {word: i for i, word in enumerate(SPECIAL + words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_model(seed, n_layers=3):
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": n_layers}
+    return ModernBERT(ModernBERTConfig(vocab_size=48, local_attention=8, initializer_range=0.2, **shape)).eval()
+
+
+def make_texts(n, seed=0):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(2, 40))) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Three tiny checkpoints a, b, c with one tokenizer, and 60 texts."""
+    folder = tmp_path_factory.mktemp("cka")
+    for seed, name in enumerate("abc"):
+        make_model(seed).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    lines = [json.dumps({"text": text}) for text in make_texts(60)]
+    (folder / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """cka.main() with these settings -> the result in cka.json, stdout, stderr."""
+
+    def run(out_dir, **settings):
+        for key, value in {"out_dir": str(out_dir), "n_texts": 40, "device": "cpu", **settings}.items():
+            monkeypatch.setattr(cka, key, value if isinstance(value, (int, tuple)) else str(value))
+        cka.main()
+        captured = capsys.readouterr()
+        return json.loads((Path(out_dir) / "cka.json").read_text()), captured.out, captured.err
+
+    return run
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+# --- the estimator
+
+
+def test_closed_form():
+    assert cka.linear_cka([[1.0], [2], [3]], [[1.0], [4], [9]]) == pytest.approx(48 / 49, abs=1e-14)
+
+
+@pytest.mark.parametrize(("n", "p", "q"), [(50, 7, 11), (20, 40, 9), (10, 64, 64)])  # feature and Gram route
+def test_equals_the_hsic_definition(n, p, q):
+    X = gaussian(n, p) + 3
+    Y = gaussian(n, q, seed=1) + np.pad(X, ((0, 0), (0, q)))[:, :q] - 5
+    H = np.eye(n) - 1 / n  # the centring matrix: HSIC(K, L) = tr(KHLH) / (n-1)^2
+    K, L = X @ X.T, Y @ Y.T
+    hsic = np.trace(K @ H @ L @ H) / np.sqrt(np.trace(K @ H @ K @ H) * np.trace(L @ H @ L @ H))
+    assert cka.linear_cka(X, Y) == pytest.approx(hsic, abs=1e-12)
+    assert cka.linear_cka(torch.tensor(Y), torch.tensor(X)) == pytest.approx(hsic, abs=1e-12)
+
+
+def test_invariances():
+    X, Y = gaussian(80, 6), gaussian(80, 5, seed=1)
+    Y[:, :3] += X[:, :3]
+    value = cka.linear_cka(X, Y)
+    orthogonal, _ = np.linalg.qr(gaussian(6, 6, seed=2))
+    assert cka.linear_cka(X @ orthogonal, Y) == pytest.approx(value, abs=1e-12)
+    assert cka.linear_cka(-7.5 * X + 100, Y) == pytest.approx(value, abs=1e-10)
+    assert cka.linear_cka(X, X) == pytest.approx(1, abs=1e-10)
+    stretched = cka.linear_cka(X @ np.diag([30, 1, 1, 1, 1, 1]), Y)  # invertible, yet not orthogonal
+    assert abs(stretched - value) > 0.05
+
+
+def test_scale_and_precision():
+    X, Y = gaussian(40, 60), gaussian(40, 60, seed=1)
+    assert cka.linear_cka(X * 1e-6, Y) == pytest.approx(cka.linear_cka(X * 1e6, Y), abs=1e-9)
+    assert cka.linear_cka(X * 1e-120, Y) == pytest.approx(cka.linear_cka(X * 1e120, Y), abs=1e-9)
+    half = torch.tensor(X * 1e-4).half()  # its Gram matrix would underflow in half precision
+    assert cka.linear_cka(half, half) == pytest.approx(1, abs=1e-10)
+
+
+def test_biased_value_of_independent_gaussians():
+    """n = 500, p = q = 768: E tr(K'L) / E |K||L| of centred Wishart matrices = (n-1) / (n-1 + p + 1/p...) ~ 0.394 / ..."""
+    X, Y = gaussian(500, 768), gaussian(500, 768, seed=1)
+    n, p = 499, 768  # tr(KL) ~ n p^2 and tr(K^2) ~ n p^2 + n^2 p
+    assert cka.linear_cka(X, Y) == pytest.approx(n * p**2 / (n * p**2 + n**2 * p), abs=0.01)
+
+
+def test_constant_features_are_nan():
+    X = gaussian(30, 4)
+    for constant in (np.zeros((30, 4)), np.full((30, 4), 0.1), np.tile(gaussian(1, 4), (30, 1))):
+        assert np.isnan(cka.linear_cka(X, constant))
+        assert np.isnan(cka.linear_cka(constant, X))
+    assert np.isnan(cka.linear_cka(X, X * np.inf))
+
+
+def test_bad_shapes():
+    for X, Y in ((gaussian(3, 2), gaussian(4, 2)), (gaussian(1, 2), gaussian(1, 2)), (gaussian(5), gaussian(5))):
+        with pytest.raises(ValueError, match="linear_cka"):
+            cka.linear_cka(X, Y)
+
+
+# --- layers, samples and means
+
+
+def test_constant_layer_is_named_and_left_out(capsys):
+    A, B = gaussian(4, 30, 8), gaussian(4, 30, 8, seed=1)
+    whole = cka.divergences(A, B, [range(30), range(20)])
+    B[2] = B[2, 0]
+    broken = cka.divergences(A, B, [range(30), range(20)], "model_a, model_b:")
+    assert "model_a, model_b: layer 2:" in capsys.readouterr().err
+    assert np.isnan(broken[:, 2]).all()
+    assert np.array_equal(np.delete(broken, 2, 1), np.delete(whole, 2, 1))
+    summary = cka.summarise(broken, control=whole)
+    assert summary["overall"]["left_out"] == [2]
+    assert summary["overall"]["divergence"] == pytest.approx(np.delete(whole, 2, 1).mean())
+    assert summary["overall"]["ratio"] == pytest.approx(1)  # the control's mean leaves the same layer out
+    assert np.isnan(summary["layers"][2]["divergence"])
+    assert "-" in cka.table(summary)[3]
+
+
+def test_summary_by_hand():
+    pair = np.array([[0.2, 0.4, 0.9], [0.4, 0.4, 0.7], [0.3, 0.4, 0.8]])
+    control = np.array([[0.1, 0.2, 0.8], [0.1, 0.4, 0.8], [0.1, 0.3, 0.8]])
+    summary = cka.summarise(pair, control)
+    first = summary["layers"][0]
+    assert first["divergence"] == pytest.approx(0.3)
+    assert first["sd"] == pytest.approx(0.1)
+    assert first["ci95"] == pytest.approx(2.484 * 0.1, abs=1e-4)  # P-510
+    assert first["ci95"] == pytest.approx(student_t.interval(0.95, 2, scale=0.1 / np.sqrt(3))[1])
+    assert summary["layers"][1]["ratio"] == pytest.approx(0.4 / 0.3)  # the mean of the ratios would be 1.444
+    overall = summary["overall"]
+    assert overall["divergence"] == pytest.approx(0.5)
+    assert overall["per_sample"] == pytest.approx([0.5, 0.5, 0.5])
+    assert overall["ratio"] == pytest.approx(0.5 / 0.4)
+
+
+def test_blocks():
+    assert cka.block_bounds(22) == {"low": (0, 7), "mid": (8, 14), "late": (15, 21)}  # the paper's
+    assert cka.block_bounds(28) == {"low": (0, 9), "mid": (10, 18), "late": (19, 27)}
+    for n_layers in range(1, 30):
+        covered = [layer for first, last in cka.block_bounds(n_layers).values() for layer in range(first, last + 1)]
+        assert covered == list(range(n_layers))
+
+
+# --- features
+
+
+def test_features_by_hand():
+    """One text at a time through the padded call, averaged over all its tokens, [CLS] and [SEP] among them."""
+    model, documents = make_model(0), [[2, 7, 8, 3], [2, 9, 3], list(range(2, 40))]
+    got = cka.features(model, documents, batch_size=2)
+    assert got.shape == (3, 3, 32)
+    assert got.dtype == np.float64
+    for i, ids in enumerate(documents):
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        for layer in range(3):
+            assert np.allclose(got[layer, i], states[layer + 1][0].double().mean(0).numpy(), atol=1e-5)
+
+
+def test_features_do_not_depend_on_batch_or_order():
+    a, b = make_model(0), make_model(1)
+    documents = cka.encode(make_texts(60), make_tokenizer(), 512)
+    shuffled = random.Random(1).sample(documents, len(documents))
+    values = []
+    for texts, batch_size in ((documents, 1), (documents, 8), (documents, 60), (shuffled, 7)):
+        pair = cka.features(a, texts, batch_size), cka.features(b, texts, batch_size)
+        values.append(cka.divergences(*pair, [range(60)])[0])
+    assert (values[0] > 1e-3).all()
+    for other in values[1:]:
+        assert np.abs(other - values[0]).max() < 1e-6
+
+
+def test_encode_cuts_and_keeps_both_ends():
+    tokenizer = make_tokenizer()
+    ids = [tokenizer.convert_tokens_to_ids(word) for word in WORDS[:4]]
+    assert cka.encode([" ".join(WORDS[:4]), "", WORDS[0]], tokenizer, 5) == [[2, *ids[:3], 3], [2, ids[0], 3]]
+
+
+def test_documents_of_a_data_directory(tmp_path):
+    ids = np.array([2, 10, 11, 12, 13, 3, 2, 14, 3, 2, 3, 2, 15, 16, 3], dtype=np.uint16)
+    ids.tofile(tmp_path / "val.bin")
+    manifest = {"dtype": "uint16", "tokenizer": {"eos_token_id": 3}, "splits": {"val": {"file": "val.bin"}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert cka.read_documents(tmp_path, 5) == [[2, 10, 11, 12, 3], [2, 14, 3], [2, 15, 16, 3]]  # the empty one is out
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    assert len(cka.read_pool(tmp_path, {"a": make_tokenizer()}, 5)) == 3
+    with pytest.raises(SystemExit, match="tokenizer"):
+        cka.read_pool(tmp_path, {"a": make_tokenizer(WORDS[::-1])}, 5)
+
+
+@pytest.mark.parametrize("other", [make_tokenizer(WORDS[::-1]), make_tokenizer(lowercase=True)])
+def test_other_tokenizer_is_refused(tmp_path, other):
+    path = tmp_path / "texts.txt"
+    path.write_text("Brane cleti\nfolum KAX\nbrane brane\nguti\n")
+    assert len(cka.read_pool(path, {"a": make_tokenizer(), "b": make_tokenizer()}, 512)) == 4
+    with pytest.raises(SystemExit, match="a and b have different tokenizers"):
+        cka.read_pool(path, {"a": make_tokenizer(), "b": other}, 512)
+
+
+# --- the script
+
+
+def test_end_to_end(here, tmp_path, run_main):
+    settings = {"model_a": here / "a", "model_b": here / "b", "control_a": here / "c", "control_b": here / "b"}
+    result, out, _ = run_main(tmp_path, texts=here / "texts.jsonl", **settings)
+    assert (result["samples"], result["n_texts"], result["pool"], result["seeds"]) == (3, 40, 60, [42, 43, 44])
+    assert len(result["layers"]) == 3
+    for row in [*result["layers"], result["overall"]]:
+        assert 0 < row["divergence"] < 1
+        assert row["ratio"] == pytest.approx(row["divergence"] / row["control"]["divergence"])
+        assert row["sd"] > 0  # the samples differ
+    assert result["overall"]["divergence"] == pytest.approx(np.mean([row["divergence"] for row in result["layers"]]))
+    assert "overall" in out
+    assert "layer 2" in out
+    assert (tmp_path / "cka.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (tmp_path / "cka.svg").read_text()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_sample_does_not_depend_on_file_order_or_copies(here, tmp_path, run_main):
+    lines = (here / "texts.jsonl").read_text().splitlines()
+    shuffled = tmp_path / "shuffled.jsonl"
+    shuffled.write_text("\n".join(random.Random(3).sample(lines, 60) + lines[:5]))
+    pair = {"model_a": here / "a", "model_b": here / "b"}
+    first, *_ = run_main(tmp_path / "1", texts=here / "texts.jsonl", **pair)
+    second, *_ = run_main(tmp_path / "2", texts=shuffled, batch_size=3, **pair)
+    assert second["pool"] == 60
+    for one, two in zip(first["layers"], second["layers"], strict=True):
+        assert one["divergence"] == pytest.approx(two["divergence"], abs=1e-6)
+        assert "control" not in one
+
+
+def test_few_texts_are_one_sample(here, tmp_path, run_main):
+    result, out, _ = run_main(tmp_path, model_a=here / "a", model_b=here / "a", texts=here / "texts.jsonl", n_texts=500)
+    assert result["samples"] == 1
+    assert result["overall"]["sd"] is None
+    assert result["overall"]["divergence"] == pytest.approx(0, abs=1e-10)
+    assert "60 distinct texts for n_texts=500" in out
+
+
+def test_constant_layer_end_to_end(here, tmp_path, run_main):
+    """A dead network: block outputs are zero. Exit is clean, every layer named, no nan in the JSON."""
+    model = make_model(5)
+    model.model.embeddings.norm.weight.data.zero_()
+    model.save_pretrained(tmp_path / "dead")
+    make_tokenizer().save_pretrained(tmp_path / "dead")
+    result, out, err = run_main(
+        tmp_path / "out", model_a=tmp_path / "dead", model_b=here / "b", texts=here / "texts.jsonl"
+    )
+    assert result["overall"]["divergence"] is None
+    assert result["overall"]["left_out"] == [0, 1, 2]
+    assert "layer 1: constant features" in err
+    assert "layers [0, 1, 2]: constant features" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model_a={here}/none", "--model_b={here}/b", "--texts={here}/texts.jsonl"], "--model_a="),
+        (["--model_a={here}/a", "--model_b={here}/b", "--texts={here}/none.txt"], "--texts="),
+        (["--model_a={here}/a", "--model_b={here}/b"], "--texts=None"),
+    ],
+)
+def test_bad_input_is_one_line(here, tmp_path, arguments, words):
+    command = [sys.executable, SCRIPT, *(argument.format(here=here) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert words in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
