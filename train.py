@@ -25,6 +25,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,8 +56,8 @@ dry_run = False  # True: print the resolved plan as JSON and exit
 
 # the timeline, in tokens
 objective = "clm"  # phase 1: clm = the detour (P-201) | mlm = its twin (P-202)
-phase1_tokens = 10e9  # length of phase 1
-decay_tokens = 1e9  # length of the decay, 10% of phase 1 in the paper
+phase1_tokens = 10_000_000_000  # length of phase 1
+decay_tokens = 1_000_000_000  # length of the decay, 10% of phase 1 in the paper
 decay_objective = "mlm"  # P-201; clm is for the reverse experiment on a decoder
 mask_prob = 0.30  # masked share in phase 1 when it is mlm, P-202
 decay_mask_prob = 0.15  # masked share in the decay, P-201
@@ -70,7 +71,7 @@ mask_documents = False  # True: attention stops at document boundaries; the pape
 
 # the optimizer
 learning_rate = 2e-4  # peak, P-208
-warmup_tokens = 1e8  # linear warmup at the start of phase 1, none in the decay, P-205
+warmup_tokens = 100_000_000  # linear warmup at the start of phase 1, none in the decay, P-205
 final_lr_fraction = 0.1  # the decay ends at this share of the peak, P-206
 beta1 = 0.9  # P-208
 beta2 = 0.98  # P-208
@@ -82,7 +83,7 @@ dropout = 0.1  # on the attention output, P-105; 0 makes runs independent of the
 # freezing (paper §3.3)
 freeze_layers = ""  # e.g. 0-7 or 0-3,9,embeddings; counts from 0, ends included
 freeze_phase = "both"  # phase1 | decay | both
-freeze_mode = "skip"  # skip = bit-identical weights | zero_grad = the paper's words, which weight decay and momentum undo
+freeze_mode = "skip"  # skip = weights stay bit-identical | zero_grad = the paper's words, which do not keep them
 
 # seeds
 seed = 17  # masks, dropout, random weights, P-214
@@ -105,10 +106,10 @@ compile = False  # torch.compile each block
 peak_tflops = 0.0  # of one device, for MFU; 0 = look it up by the GPU's name
 
 # evaluation, logs, checkpoints
-eval_every_tokens = 2e8  # held-out loss; also at the start and the end of each phase
+eval_every_tokens = 200_000_000  # held-out loss; also at the start and the end of each phase
 eval_rows = 64  # fixed rows of val.bin with fixed masks at 15%, so that curves of all runs compare; 0 = never
 log_every = 1  # steps between printed lines; log.jsonl has every step
-ckpt_every_tokens = 5e8  # also at the end of each phase and on SIGTERM or Ctrl-C
+ckpt_every_tokens = 500_000_000  # also at the end of each phase and on SIGTERM or Ctrl-C
 keep_ckpts = 2  # how many step_* checkpoints to keep; 0 = all of them, for trajectories
 tensorboard = False  # True: also write out_dir/tensorboard (pip install tensorboard)
 wandb_project = ""  # also log to this Weights & Biases project (pip install wandb)
@@ -122,7 +123,7 @@ IDENTITY = """objective phase1_tokens decay_tokens decay_objective mask_prob dec
     dropout freeze_layers freeze_phase freeze_mode seed data_seed""".split()
 
 # Dense bf16 TFLOP/s from the makers' data sheets, for MFU.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "4090": 165}
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 
 def fail(message):
@@ -130,34 +131,117 @@ def fail(message):
     raise SystemExit(f"train.py: {message}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
+@dataclass
+class Machine:
+    """What this process computes on. All ranks together make one step."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype  # of matrix products; weights, optimizer and losses are fp32
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, *numbers):
+        """Numbers of this rank -> their sums over all ranks, as floats."""
+        if self.world_size == 1:
+            return numbers
+        kind = torch.float32 if self.device.type == "mps" else torch.float64
+        sums = torch.tensor(numbers, dtype=kind, device=self.device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def load(self, batch):
+        pin = self.device.type == "cuda"  # a copy from pinned memory does not wait
+        return {
+            k: (v.pin_memory() if pin else v).to(self.device, non_blocking=pin) if torch.is_tensor(v) else v
+            for k, v in batch.items()
+        }
+
+
+def find_machine():
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("--device=cuda: PyTorch sees no GPU here; use --device=cpu, or install a CUDA build of torch")
+    where = default_device() if device == "auto" else torch.device(device)
+    if where.type == "cuda":
+        where = torch.device("cuda", local_rank)
+        torch.cuda.set_device(where)
+    kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
+    return Machine(rank, int(os.environ.get("WORLD_SIZE", 1)), where, kind)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The plan: everything that can be known before the first step
+
+
+def check_settings(world_size):
+    def check(key, fine, expected):
+        if not fine:
+            fail(f"--{key}={globals()[key]}: expected {expected}")
+
+    for key, choices in {
+        "objective": ("clm", "mlm"),
+        "decay_objective": ("clm", "mlm"),
+        "freeze_phase": ("phase1", "decay", "both"),
+        "freeze_mode": ("skip", "zero_grad"),
+        "device": ("auto", "cpu", "cuda", "mps"),
+        "dtype": ("auto", "bfloat16", "float32"),
+        "attention": ("auto", "flash_attn", "varlen_attn", "sdpa"),
+    }.items():
+        check(key, globals()[key] in choices, "one of " + ", ".join(choices))
+    for key in ("mask_prob", "decay_mask_prob"):
+        check(key, 0 < globals()[key] < 1, "a share between 0 and 1, such as 0.3")
+    for key in "global_batch micro_batch learning_rate log_every eval_every_tokens ckpt_every_tokens".split():
+        check(key, globals()[key] > 0, "a number above 0")
+    numbers = "phase1_tokens decay_tokens warmup_tokens weight_decay grad_clip eval_rows keep_ckpts seed data_seed"
+    for key in numbers.split():
+        check(key, globals()[key] >= 0, "0 or more")
+    check("dropout", 0 <= dropout < 1, "0 or more, and below 1")
+    check("block_size", block_size >= 2, "2 or more tokens: a next token needs one before it")
+    check("decay_tokens", phase1_tokens or decay_tokens, "tokens in at least one phase, and phase1_tokens is 0 too")
+    fits = max(1, global_batch // world_size) * world_size
+    what = f"a multiple of the {world_size} ranks, such as {fits}, so that a step is the same for any number of them"
+    check("global_batch", global_batch % world_size == 0, what)
+
+
+def parse_layers(text, n_layers):
+    """'0-2,9,embeddings' -> ['model.layers.0.', ..., 'model.embeddings.']: prefixes of parameter names."""
+    prefixes = []
+    for part in filter(None, (p.strip() for p in str(text).split(","))):
+        first, _, last = part.partition("-")
+        last = last or first
+        if part == "embeddings":
+            prefixes.append("model.embeddings.")
+        elif first.isdigit() and last.isdigit() and int(first) <= int(last) < n_layers:
+            prefixes += [f"model.layers.{i}." for i in range(int(first), int(last) + 1)]
+        else:
+            what = f"a layer of 0-{n_layers - 1}, a range such as 0-7, or embeddings"
+            fail(f"--freeze_layers={text}: {part!r}: expected {what}")
+    return prefixes
 
 
 def make_phases():
     """The timeline. Steps are rounded up: a phase ends with the first step that reaches its budget (A-02)."""
     tokens_per_step = global_batch * block_size
     phases = []
-    for name, goal, budget, rate in (
+    for name, goal, tokens, rate in (
         ("phase1", objective, phase1_tokens, mask_prob),
         ("decay", decay_objective, decay_tokens, decay_mask_prob),
     ):
-        steps = math.ceil(budget / tokens_per_step)
-        warmup = math.ceil(warmup_tokens / tokens_per_step) if name == "phase1" else 0
-        if steps:
-            frozen = freeze_layers if freeze_phase in (name, "both") else ""
-            phases.append(
-                {
-                    "name": name,
-                    "objective": goal,
-                    "mask_prob": rate if goal == "mlm" else None,
-                    "tokens": budget,
-                    "steps": steps,
-                    "warmup_steps": warmup,
-                    "frozen": frozen,
-                }
-            )
-    return phases
+        phases.append(
+            {
+                "name": name,
+                "objective": goal,
+                "mask_prob": rate if goal == "mlm" else None,
+                "tokens": tokens,
+                "steps": math.ceil(tokens / tokens_per_step),
+                "warmup_steps": math.ceil(warmup_tokens / tokens_per_step) if name == "phase1" else 0,
+                "frozen": freeze_layers if freeze_phase in (name, "both") else "",
+            }
+        )
+    return [phase for phase in phases if phase["steps"]]
 
 
 def get_lr(phase, step):
@@ -170,79 +254,11 @@ def get_lr(phase, step):
     return learning_rate * (final_lr_fraction + (1 - final_lr_fraction) * (1 - math.sqrt(t)))
 
 
-def check_settings(world_size):
-    choices = {
-        "objective": ("clm", "mlm"),
-        "decay_objective": ("clm", "mlm"),
-        "freeze_phase": ("phase1", "decay", "both"),
-        "freeze_mode": ("skip", "zero_grad"),
-        "device": ("auto", "cpu", "cuda", "mps"),
-        "dtype": ("auto", "bfloat16", "float32"),
-        "attention": ("auto", "flash_attn", "varlen_attn", "sdpa"),
-    }
-    for key, allowed in choices.items():
-        if globals()[key] not in allowed:
-            fail(f"--{key}={globals()[key]}: expected one of {', '.join(allowed)}")
-    for key in ("mask_prob", "decay_mask_prob"):
-        if not 0 < globals()[key] < 1:
-            fail(f"--{key}={globals()[key]}: expected a share between 0 and 1, such as 0.3")
-    for key in ("block_size", "global_batch", "micro_batch", "learning_rate", "log_every"):
-        if not globals()[key] > 0:
-            fail(f"--{key}={globals()[key]}: expected a number above 0")
-    for key in ("phase1_tokens", "decay_tokens", "warmup_tokens", "weight_decay", "grad_clip", "eval_rows", "keep_ckpts"):
-        if not globals()[key] >= 0:
-            fail(f"--{key}={globals()[key]}: expected 0 or more")
-    for key in ("eval_every_tokens", "ckpt_every_tokens"):
-        if not globals()[key] > 0:
-            fail(f"--{key}={globals()[key]}: expected a number of tokens above 0, such as 5e8")
-    if not 0 <= dropout < 1:
-        fail(f"--dropout={dropout}: expected 0 or more, and below 1")
-    if block_size < 2:
-        fail(f"--block_size={block_size}: expected 2 or more tokens, the next token needs one before it")
-    if phase1_tokens == decay_tokens == 0:
-        fail("--phase1_tokens=0 --decay_tokens=0: expected tokens in at least one phase")
-    if global_batch % world_size:
-        fail(
-            f"--global_batch={global_batch}: expected a multiple of the {world_size} ranks, so that the step is the same "
-            f"for any number of them; choose {global_batch // world_size * world_size or world_size} or other ranks"
-        )
-
-
-def parse_layers(text, n_layers):
-    """'0-2,9,embeddings' -> ['model.layers.0.', ..., 'model.embeddings.']: prefixes of parameter names."""
-    prefixes = []
-    for part in filter(None, (p.strip() for p in str(text).split(","))):
-        if part == "embeddings":
-            prefixes.append("model.embeddings.")
-            continue
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first) < n_layers):
-            fail(f"--freeze_layers={text}: {part!r} is not a layer of 0-{n_layers - 1}, a range such as 0-7, or embeddings")
-        prefixes += [f"model.layers.{i}." for i in range(int(first), int(last or first) + 1)]
-    return prefixes
-
-
-def choose_device(local_rank=0):
-    if device == "cuda" and not torch.cuda.is_available():
-        fail("--device=cuda: PyTorch sees no GPU here; use --device=cpu, or install a CUDA build of torch")
-    if device == "auto":
-        return default_device()
-    return torch.device(device, local_rank) if device == "cuda" else torch.device(device)
-
-
-def gpu_peak_tflops(where):
-    if peak_tflops:
-        return peak_tflops
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
-
-
-def make_plan(config, where, world_size):
+def make_plan(config, machine):
     """The resolved run as plain data: printed by --dry_run, stored as plan.json."""
     phases = make_phases()
     parse_layers(freeze_layers, config.num_hidden_layers)
-    amp = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
-    with torch.device("meta"):
+    with torch.device("meta"):  # the shape alone, no memory
         shape = ModernBERT(config)
     parameters = sum(p.numel() for p in shape.parameters())
     for phase in phases:
@@ -250,22 +266,22 @@ def make_plan(config, where, world_size):
         phase["flops_per_token"] = shape.flops_per_token(block_size, phase["objective"] == "clm", share)
         phase["flops"] = phase["flops_per_token"] * phase["steps"] * global_batch * block_size
         phase["lr_first_step"], phase["lr_at_end"] = get_lr(phase, 0), get_lr(phase, phase["steps"])
-    rows_per_rank = global_batch // world_size
+    rows = global_batch // machine.world_size
     return {
         "init_from": init_from,
         "tokens_per_step": global_batch * block_size,
         "steps": sum(phase["steps"] for phase in phases),
         "phases": phases,
-        "world_size": world_size,
-        "micro_batch": min(micro_batch, rows_per_rank),
-        "grad_accum": math.ceil(rows_per_rank / micro_batch),
+        "world_size": machine.world_size,
+        "micro_batch": min(micro_batch, rows),
+        "grad_accum": math.ceil(rows / micro_batch),
         "parameters": parameters,
         "parameters_without_embeddings": parameters - config.vocab_size * config.hidden_size,
         "flops": sum(phase["flops"] for phase in phases),
-        "memory_gb_per_rank": memory_estimate(config, parameters, world_size),
-        "device": str(where),
-        "dtype": str(amp).removeprefix("torch."),
-        "attention": pick_backend(where, amp) if attention == "auto" else attention,
+        "memory_gb_per_rank": memory_estimate(config, parameters, machine.world_size),
+        "device": str(machine.device),
+        "dtype": str(machine.dtype).removeprefix("torch."),
+        "attention": pick_backend(machine.device, machine.dtype) if attention == "auto" else attention,
         "model": config.to_dict(),
         "settings": {key: globals()[key] for key in (*IDENTITY, "data_dir", "out_dir", "micro_batch")},
         "torch": torch.__version__,
@@ -273,14 +289,27 @@ def make_plan(config, where, world_size):
 
 
 def memory_estimate(config, parameters, world_size):
-    """GB a rank needs with the CUDA kernels, to about 20%: weights, gradients and two moments in fp32 (and DDP's
-    gradient buckets), the tensors that a block keeps for its backward pass in bf16, the loss's chunk of logits."""
+    """GB that a rank needs with the CUDA kernels, roughly: weights, gradients and two moments in fp32, DDP's gradient
+    buckets, the tensors that a block keeps for its backward pass under bf16, and the loss's chunk of logits."""
     c = config
     states = parameters * (16 + 4 * (world_size > 1))
     per_token = c.num_hidden_layers * (25 * c.hidden_size + 8 * c.intermediate_size) + 16 * c.hidden_size
     activations = min(micro_batch, global_batch // world_size) * block_size * per_token
     loss = 2**25 * 10 + c.vocab_size * c.hidden_size * 6
     return round((states + activations + loss) / 1e9, 2)
+
+
+def describe(plan, n_rows):
+    shape = f"{plan['parameters'] / 1e6:.1f}M parameters from {plan['init_from']}"
+    print(f"{shape}, {plan['world_size']} x {plan['device']}, {plan['dtype']}, attention: {plan['attention']}")
+    ranks = f"{plan['world_size']} ranks x {plan['grad_accum']} micro-batches x {plan['micro_batch']} rows"
+    print(f"{plan['tokens_per_step']:,} tokens a step = {ranks} x {block_size}")
+    for phase in plan["phases"]:
+        rate = f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else ""
+        frozen = f", frozen ({freeze_mode}): {phase['frozen']}" if phase["frozen"] else ""
+        passes = phase["steps"] * global_batch / n_rows
+        steps = f"{phase['steps']:,} steps, {phase['warmup_steps']} of warmup"
+        print(f"{phase['name']}: {phase['objective']}{rate}, {steps}, {passes:.2f} passes over the rows{frozen}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,25 +322,23 @@ def load_data(folder):
     if not path.is_file():
         fail(f"--data_dir={folder}: no manifest.json there; run prepare_data.py first, or point at its out_dir")
     manifest = json.loads(path.read_text("utf-8"))
-    tokens = {}
+    kind, tokens = np.dtype(manifest["dtype"]), {}
     for split, info in manifest["splits"].items():
-        file, item = Path(folder) / info["file"], np.dtype(manifest["dtype"]).itemsize
-        if not file.is_file() or file.stat().st_size != info["tokens"] * item:
-            size = file.stat().st_size if file.is_file() else "no"
-            fail(f"--data_dir={folder}: {file.name} has {size} bytes, the manifest says {info['tokens'] * item}")
-        tokens[split] = np.memmap(file, dtype=manifest["dtype"], mode="r") if info["tokens"] else np.empty(0)
-    for split, needed in (("train", True), ("val", eval_rows > 0)):
-        if needed and len(tokens[split]) < block_size:
-            fail(
-                f"--block_size={block_size}: {split}.bin of {folder} holds {len(tokens[split])} tokens, less than one row; "
-                "prepare more text, or choose a smaller block_size" + (" or --eval_rows=0" if split == "val" else "")
-            )
+        file, size = Path(folder) / info["file"], info["tokens"] * kind.itemsize
+        if not file.is_file() or file.stat().st_size != size:
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
+            fail(f"--data_dir={folder}: {file.name}: the manifest says {size} bytes, found {found}; prepare it again")
+        tokens[split] = np.memmap(file, dtype=kind, mode="r") if size else np.empty(0, kind)
+    for split, way_out in (("train", ""), ("val", ", or set --eval_rows=0")):
+        if len(tokens[split]) < block_size and (split == "train" or eval_rows):
+            what = f"{split}.bin of {folder} holds {len(tokens[split])} tokens, less than one row"
+            fail(f"--block_size={block_size}: {what}; prepare more text, choose a smaller block_size{way_out}")
     return manifest, tokens
 
 
 @lru_cache(maxsize=2)
 def row_order(n_rows, data_seed, pass_):
-    """The order of rows in pass `pass_` over the corpus: a permutation, so each row comes once before any comes twice.
+    """The order of rows in pass `pass_` over the corpus: a permutation, each row comes once before any comes twice.
     It depends on data_seed alone: twins read the same rows in the same order (P-214)."""
     return np.random.default_rng([data_seed, pass_]).permutation(n_rows)
 
@@ -346,39 +373,33 @@ def mask_row(tokens, probability, address, special_ids, mask_id, vocab_size):
 
 
 def make_batch(data, rows, goal, probability, seed, manifest):
-    """rows [(row, pass), ...] of `data` as one flat stream -> dict of tensors: the arguments of the model's call."""
+    """rows [(row, pass), ...] of `data` as one flat stream -> the arguments of the model's call."""
     names = manifest["tokenizer"]
+    mask_args = names["special_ids"], names["mask_token_id"], names["vocab_size"]
     inputs, labels, starts = [], [], []
     for i, (row, pass_) in enumerate(rows):
         tokens = data[row * block_size : (row + 1) * block_size].astype(np.int64)
         starts.append(i * block_size)
         if mask_documents:  # a sequence begins after every end of document
-            ends = np.flatnonzero(tokens[:-1] == names["eos_token_id"]) + 1
-            starts.extend(i * block_size + ends)
+            starts.extend(i * block_size + np.flatnonzero(tokens[:-1] == names["eos_token_id"]) + 1)
         if goal == "mlm":
-            tokens, targets = mask_row(
-                tokens, probability, [seed, row, pass_], names["special_ids"], names["mask_token_id"], names["vocab_size"]
-            )
+            tokens, targets = mask_row(tokens, probability, [seed, row, pass_], *mask_args)
             labels.append(targets)
         inputs.append(tokens)
     cu_seqlens = torch.tensor([*starts, len(rows) * block_size], dtype=torch.int32)
     inputs = torch.from_numpy(np.concatenate(inputs))
     labels = torch.from_numpy(np.concatenate(labels)) if goal == "mlm" else next_token_labels(inputs, cu_seqlens)
-    return {
-        "input_ids": inputs,
-        "labels": labels,
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": int(cu_seqlens.diff().max()),
-        "is_causal": goal == "clm",
-    }
+    longest = int(cu_seqlens.diff().max())
+    args = {"input_ids": inputs, "labels": labels, "cu_seqlens": cu_seqlens, "max_seqlen": longest}
+    return {**args, "is_causal": goal == "clm"}
 
 
-def load_step(data, first_sample, phase, rank, world_size, manifest):
+def load_step(data, first_sample, phase, machine, manifest):
     """One optimizer step of this rank: its micro-batches, their number of targets, and a hash of the rows that all
     ranks together read, which proves in the log that twins saw the same."""
     rows = rows_of_samples(first_sample, global_batch, len(data) // block_size, data_seed)
     digest = hashlib.blake2b(np.array(rows, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
-    mine = rows[rank::world_size]
+    mine = rows[machine.rank :: machine.world_size]
     batches = [
         make_batch(data, mine[i : i + micro_batch], phase["objective"], phase["mask_prob"], seed, manifest)
         for i in range(0, len(mine), micro_batch)
@@ -386,44 +407,8 @@ def load_step(data, first_sample, phase, rank, world_size, manifest):
     return batches, sum(int((b["labels"] != IGNORE).sum()) for b in batches), digest
 
 
-def to_device(batch, where):
-    move = {"device": where, "non_blocking": True}
-    return {k: (v.pin_memory() if where.type == "cuda" else v).to(**move) if torch.is_tensor(v) else v for k, v in batch.items()}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # One step
-
-
-def forward_backward(model, batches, n_targets, where, amp_dtype, world_size=1, address=()):
-    """Gradients of the mean loss over all targets of the step, over micro-batches and ranks (P-215). n_targets counts
-    all of them. -> the sum of this rank's losses, a scalar tensor.
-
-    DDP averages gradients over ranks, so the sum is multiplied back. All but the last micro-batch run under no_sync,
-    forward and backward: DDP decides at forward time whether the backward pass communicates."""
-    total = torch.zeros((), device=where)
-    for i, batch in enumerate(batches):
-        last = i == len(batches) - 1
-        if address:  # dropout, addressed like the masks
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(repr((*address, i)).encode(), digest_size=7).digest(), "big"))
-        with nullcontext() if last or world_size == 1 else model.no_sync():
-            with torch.autocast(where.type, amp_dtype, enabled=amp_dtype != torch.float32):
-                loss_sum = model(**to_device(batch, where)).loss_sum
-            (loss_sum * (world_size / max(1, n_targets))).backward()
-        total += loss_sum.detach()
-    return total
-
-
-def frozen_parameters(model, layers):
-    prefixes = tuple(parse_layers(layers, model.config.num_hidden_layers))
-    return [p for name, p in model.named_parameters() if prefixes and name.startswith(prefixes)]
-
-
-def freeze(parameters, mode):
-    """After backward, before clipping and the step. Without a gradient AdamW skips a parameter altogether. With a zero
-    gradient, the paper's words, weight decay still shrinks it and kept momentum still moves it (spec §4)."""
-    for p in parameters:
-        p.grad = None if mode == "skip" or p.grad is None else p.grad.zero_()
 
 
 def make_optimizer(model):
@@ -437,53 +422,95 @@ def make_optimizer(model):
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=eps, fused=True)
 
 
+def forward_backward(model, batches, n_targets, machine, address=()):
+    """Gradients of the mean loss over all targets of the step, over micro-batches and ranks (P-215). n_targets counts
+    all of them. -> the sum of this rank's losses.
+
+    DDP averages gradients over ranks, so the sum is multiplied back. All but the last micro-batch run under no_sync,
+    forward and backward: DDP decides at forward time whether the backward pass communicates."""
+    total = torch.zeros((), device=machine.device)
+    for i, batch in enumerate(batches):
+        if address:  # dropout, addressed like the masks
+            digest = hashlib.blake2b(repr((*address, i)).encode(), digest_size=7).digest()
+            torch.manual_seed(int.from_bytes(digest, "big"))
+        waits = machine.world_size > 1 and i < len(batches) - 1
+        with model.no_sync() if waits else nullcontext():
+            with machine.autocast():
+                loss_sum = model(**machine.load(batch)).loss_sum
+            (loss_sum * (machine.world_size / max(1, n_targets))).backward()
+        total += loss_sum.detach()
+    return total.item()
+
+
+def freeze(model, layers):
+    """After backward, before clipping and the step (P-406). Without a gradient AdamW skips a parameter altogether.
+    With a zero gradient, the paper's words, weight decay still shrinks it and kept momentum still moves it."""
+    prefixes = tuple(parse_layers(layers, model.config.num_hidden_layers))
+    for name, p in model.named_parameters() if prefixes else ():
+        if name.startswith(prefixes):
+            p.grad = None if freeze_mode == "skip" else torch.zeros_like(p)
+
+
 @torch.no_grad()
-def evaluate(model, data, goal, manifest, where, amp_dtype, rank=0, world_size=1):
+def evaluate(model, data, goal, manifest, machine):
     """Mean loss over the fixed held-out rows: mlm at 15% with fixed masks, or clm. The same for any number of ranks."""
     n_rows = len(data) // block_size
     rows = np.unique(np.linspace(0, n_rows - 1, min(eval_rows, n_rows)).round().astype(int))
-    mine = [(int(row), 0) for row in rows][rank::world_size]
-    sums = torch.zeros(2, dtype=torch.float32 if where.type == "mps" else torch.float64, device=where)
-    was_training = model.training
+    mine = [(int(row), 0) for row in rows][machine.rank :: machine.world_size]
+    loss_sum, n_targets, was_training = 0.0, 0, model.training
     model.eval()
     for i in range(0, len(mine), micro_batch):
         batch = make_batch(data, mine[i : i + micro_batch], goal, EVAL_MASK_PROB, EVAL_SEED, manifest)
-        with torch.autocast(where.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            out = model(**to_device(batch, where))
-        sums += torch.stack((out.loss_sum.to(sums), torch.tensor(out.n_targets).to(sums)))
+        with machine.autocast():
+            out = model(**machine.load(batch))
+        loss_sum, n_targets = loss_sum + out.loss_sum.item(), n_targets + out.n_targets
     model.train(was_training)
-    if world_size > 1:
-        dist.all_reduce(sums)
-    return (sums[0] / sums[1].clamp(min=1)).item()
+    loss_sum, n_targets = machine.sum(loss_sum, n_targets)
+    return loss_sum / max(1, n_targets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
-def save_checkpoint(name, model, optimizer, state):
+@dataclass
+class Place:
+    """Where in the timeline a run stands."""
+
+    phase: int = 0  # index into plan["phases"]
+    phase_step: int = 0  # steps done in this phase: what the schedule counts
+    step: int = 0  # steps done in all: what the log counts
+    samples: int = 0  # rows read: where in the data
+
+
+def save_checkpoint(name, model, optimizer, place, plan):
     """out_dir/name, whole or not at all: written beside it, flushed to disk, then renamed."""
     target, part = Path(out_dir) / name, Path(out_dir) / f".{name}.part"
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    for file in (Path(data_dir) / "tokenizer").glob("*"):
-        shutil.copy(file, part)
     names = {p: n for n, p in model.named_parameters()}  # by name, never by position
-    moments = {names[p]: s for p, s in optimizer.state.items()}
-    torch.save({**state, "optimizer": moments}, part / "train_state.pt")
-    for file in part.iterdir():
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
-    if target.exists():
-        shutil.rmtree(target)
+    moments = {names[p]: moments for p, moments in optimizer.state.items()}
+    state = {"place": asdict(place), "settings": plan["settings"], "data": plan["data"]}
+    try:
+        model.save_pretrained(part)
+        for file in (Path(data_dir) / "tokenizer").glob("*"):
+            shutil.copy(file, part)
+        torch.save({**state, "optimizer": moments}, part / "train_state.pt")
+        for file in part.iterdir():
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+    except Exception as error:  # OSError, or the words that safetensors and torch have for a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        fail(f"--out_dir={out_dir}: checkpoint {name} was not written ({error}); make room, then --init_from=resume")
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(part, target)
     rolling = sorted(Path(out_dir).glob("step_*"))
     for old in rolling[:-keep_ckpts] if keep_ckpts else []:
         shutil.rmtree(old)
+    print(f"saved {target}")
 
 
 def read_state(folder):
-    """train_state.pt of a checkpoint: plain numbers and tensors, nothing is unpickled."""
+    """train_state.pt of a checkpoint, None if it has none. Plain numbers and tensors: nothing is unpickled."""
     try:
         return torch.load(Path(folder) / "train_state.pt", map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
@@ -495,73 +522,77 @@ def read_state(folder):
 
 def newest_checkpoint():
     """The checkpoint of out_dir that has seen most steps."""
-    folders = [p.parent for p in Path(out_dir).glob("*/train_state.pt") if not p.parent.name.startswith(".")]
+    folders = [p.parent for p in Path(out_dir).glob("[!.]*/train_state.pt")]
     if not folders:
         fail(f"--init_from=resume: --out_dir={out_dir} holds no checkpoint; start the run without init_from=resume")
-    return max(folders, key=lambda p: (read_state(p)["step"], p.name == "final"))
+    return max(folders, key=lambda p: (read_state(p)["place"]["step"], p.name == "final"))
 
 
-def load_optimizer(optimizer, model, moments, where):
-    """Moments by parameter name. A parameter without any (it was frozen so far) starts fresh; they are listed."""
-    fresh = []
-    for name, p in model.named_parameters():
-        if name in moments:
-            optimizer.state[p] = {k: v.to(where) for k, v in moments[name].items()}
-        else:
-            fresh.append(name)
-    return fresh
-
-
-def check_identity(state, plan, folder):
-    """A resumed run must be the run that was stopped."""
-    changed = [
-        f"{key} was {state['settings'][key]}, is {plan['settings'][key]}"
-        for key in IDENTITY
-        if state["settings"][key] != plan["settings"][key]
-    ]
-    if state["data"] != plan["data"]:
-        changed.append(f"the data in {data_dir} is not the data of that run")
-    if changed:
-        fail(
-            f"--init_from=resume: {folder} belongs to another run: {'; '.join(changed)}. Use the settings of that run, or "
-            f"start a new one from its weights with --init_from={folder} and another --out_dir"
-        )
-
-
-def check_tokenizer(folder, data_folder):
-    """Token ids mean nothing to a checkpoint that was trained with another vocabulary."""
-    files = Path(folder) / "tokenizer.json", Path(data_folder) / "tokenizer" / "tokenizer.json"
-    if all(file.is_file() for file in files):
-        ours, theirs = (json.loads(file.read_text("utf-8"))["model"].get("vocab") for file in files)
-        if ours != theirs:
-            fail(
-                f"--data_dir={data_folder}: tokenized with another vocabulary than --init_from={folder}; prepare the data "
-                f"again with --tokenizer={folder}"
-            )
-
-
-def start_model(manifest, where):
-    """-> model on the device, folder of the checkpoint it comes from (None from scratch), its train state or None."""
+def start_model(manifest, machine):
+    """-> the model on its device, the folder it comes from and its train state (None from scratch)."""
     if init_from == "scratch":
         torch.manual_seed(seed)
-        config = scratch_config(manifest)
-        return ModernBERT(config).to(where), None, None
+        return ModernBERT(scratch_config(manifest["tokenizer"])).to(machine.device), None, None
     folder = newest_checkpoint() if init_from == "resume" else init_from
-    model = load_model(folder, setting="init_from", attn_out_dropout=dropout).to(where)
-    check_tokenizer(folder, data_dir)
+    model = load_model(folder, setting="init_from", attn_out_dropout=dropout).to(machine.device)
+    files = Path(folder) / "tokenizer.json", Path(data_dir) / "tokenizer" / "tokenizer.json"
+    if all(file.is_file() for file in files):  # token ids mean nothing to a model of another vocabulary
+        ours, theirs = (json.loads(file.read_text("utf-8"))["model"].get("vocab") for file in files)
+        if ours != theirs:
+            fail(f"--data_dir={data_dir}: tokenized with another vocabulary than that of --init_from={folder}; prepare "
+                 f"the data again with --tokenizer={folder}")
     return model, folder, read_state(folder)
 
 
-def scratch_config(manifest=None):
-    names = manifest["tokenizer"] if manifest else {}
-    ids = {key: names.get(key) for key in ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")}
+def scratch_config(ids):
+    ids = {key: ids.get(key) for key in ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")}
     shape = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size local_attention"
-    shape = {key: globals()[key] for key in [*shape.split(), "global_attn_every_n_layers"]}
+    shape = {key: globals()[key] for key in (*shape.split(), "global_attn_every_n_layers")}
+    longest = max(block_size, ModernBERTConfig.max_position_embeddings)
     try:
-        longest = max(block_size, ModernBERTConfig.max_position_embeddings)
         return ModernBERTConfig(**shape, **ids, max_position_embeddings=longest, attn_out_dropout=dropout)
     except ValueError as error:
         fail(f"--{error}")
+
+
+def restore(state, folder, plan, model, optimizer, rank):
+    """Where does this run begin? A fresh one: at the start. A resumed one: where it stopped. A decay that branches off
+    (phase1_tokens=0): at the start of its own schedule, with the optimizer and the place in the data of the checkpoint
+    (P-207, P-312). Fills the optimizer's moments. -> Place"""
+    resume, branch = init_from == "resume", init_from not in ("resume", "scratch") and phase1_tokens == 0
+    if branch and keep_optimizer and not (state and state["optimizer"]):
+        fail(f"--init_from={init_from}: a decay (phase1_tokens=0) continues the optimizer of phase 1, and there is no "
+             "train_state.pt; use a checkpoint of train.py, or start afresh with --keep_optimizer=False")
+    if not state or not (resume or branch):
+        return Place()
+    changed = [
+        f"{key} was {old}, is {plan['settings'][key]}"
+        for key, old in state["settings"].items()
+        if key in IDENTITY and old != plan["settings"][key]
+    ]
+    if state["data"] != plan["data"]:
+        changed.append(f"the data in {data_dir} is other data")
+    if resume and changed:
+        fail(f"--init_from=resume: {folder} belongs to another run: {'; '.join(changed)}. Use that run's settings, or "
+             f"start a new run from its weights with --init_from={folder} and another --out_dir")
+
+    place = Place(**state["place"])
+    if branch:
+        place.phase = place.phase_step = 0
+        same_rows = [state["settings"][key] == plan["settings"][key] for key in ("block_size", "data_seed")]
+        if state["data"] != plan["data"] or not all(same_rows):
+            place.samples = 0
+            if rank == 0:
+                print("note: other data, block_size or data_seed than the checkpoint's; reading from the start")
+    if resume or keep_optimizer:
+        moments = state["optimizer"]
+        for name, p in model.named_parameters():
+            if name in moments:
+                optimizer.state[p] = {k: v.to(p.device) for k, v in moments[name].items()}
+        fresh = [name for name, _ in model.named_parameters() if name not in moments]
+        if fresh and rank == 0:  # frozen so far
+            print(f"note: no optimizer state for {', '.join(fresh)}; they start with fresh moments")
+    return place
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -569,30 +600,29 @@ def scratch_config(manifest=None):
 
 
 class Log:
-    """Prints a line a step, appends every event to log.jsonl, and feeds TensorBoard or wandb where asked for."""
+    """Appends every event to log.jsonl, and feeds TensorBoard or wandb where asked for."""
 
-    def __init__(self, plan, resumed_step):
+    def __init__(self, plan, step):
         path = Path(out_dir) / "log.jsonl"
         if path.exists():  # steps after the checkpoint are done again: forget their lines
-            lines = path.read_text("utf-8").splitlines(keepends=True) if resumed_step else []
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= resumed_step]
-            part = path.with_suffix(".part")
-            part.write_text("".join(kept), "utf-8")
-            os.replace(part, path)
+            lines = path.read_text("utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            path.with_suffix(".part").write_text("".join(kept), "utf-8")
+            os.replace(path.with_suffix(".part"), path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
         self.board = self.run = None
-        if tensorboard:
-            try:
+        try:
+            if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                fail("--tensorboard=True: the package is missing; pip install tensorboard, or leave the setting out")
-            self.board = SummaryWriter(Path(out_dir) / "tensorboard", purge_step=resumed_step)
-        if wandb_project:
-            try:
+
+                self.board = SummaryWriter(Path(out_dir) / "tensorboard", purge_step=step)
+            if wandb_project:
                 import wandb
-            except ImportError:
-                fail(f"--wandb_project={wandb_project}: the package is missing; pip install wandb, or leave the setting out")
-            self.run = wandb.init(project=wandb_project, name=Path(out_dir).name, config=plan, resume="allow")
+
+                self.run = wandb.init(project=wandb_project, name=Path(out_dir).name, config=plan, resume="allow")
+        except ImportError as error:
+            key = "wandb_project" if tensorboard is False or self.board else "tensorboard"
+            fail(f"--{key}={globals()[key]}: {error}; pip install {key.split('_')[0]}, or leave the setting out")
 
     def write(self, **event):
         self.file.write(json.dumps(event) + "\n")
@@ -603,230 +633,166 @@ class Log:
             self.run.log(numbers, step=event["step"])
 
 
-def clock(seconds):
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+def print_step(event, last_step, seconds_left):
+    minutes, seconds = divmod(int(seconds_left), 60)
+    print(
+        f"{event['phase_name']:6} {event['objective']}  step {event['step']:{len(str(last_step))}}/{last_step}  "
+        f"loss {event['loss']:7.4f}  grad {event['grad_norm']:6.3f}  lr {event['lr']:.2e}  "
+        f"{event['tok_per_s'] / 1e3:7.1f}k tok/s  " + (f"mfu {event['mfu']:5.1%}  " if event["mfu"] else "")
+        + f"left {minutes // 60}:{minutes % 60:02}:{seconds:02}",
+        flush=True,
+    )
 
 
-def crosses(every, before, after):
-    return int(after // every) > int(before // every)
+def peak_flops(machine):
+    """Peak bf16 FLOP/s of all ranks' devices together, or None: on a CPU and an unknown GPU there is no MFU to tell."""
+    name = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
+    peak = peak_tflops or next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    return peak and peak * 1e12 * machine.world_size
 
 
-def train(plan, manifest, tokens, model, folder, state, where, rank, world_size):
-    amp_dtype, phases = getattr(torch, plan["dtype"]), plan["phases"]
-    master = rank == 0
-    model.backend = plan["attention"]
+def train(plan, manifest, tokens, model, folder, state, machine):
+    """-> exit code: 0, or 128 + the number of the signal that stopped the run."""
+    phases, master, peak = plan["phases"], machine.rank == 0, peak_flops(machine)
     optimizer = make_optimizer(model)
+    place = restore(state, folder, plan, model, optimizer, machine.rank)
+    if place.phase == len(phases):
+        print(f"{folder}: this run is finished, nothing is left to do")
+        return 0
+    last_step = place.step + sum(p["steps"] for p in phases[place.phase :]) - place.phase_step
 
-    # Where in the timeline do we stand? A fresh run: at 0. A resumed one: where it stopped. A decay that branches off:
-    # at 0 of its own schedule, with the optimizer and the place in the data of the checkpoint (P-207, P-312).
-    phase_index = phase_step = step = samples = 0
-    branch = init_from != "resume" and phase1_tokens == 0 and init_from != "scratch"
-    if init_from == "resume":
-        check_identity(state, plan, folder)
-        phase_index, phase_step = state["phase_index"], state["phase_step"]
-        if phase_index == len(phases) and master:
-            print(f"{folder}: this run is finished, nothing is left to do")
-    if branch and keep_optimizer and (state is None or not state["optimizer"]):
-        fail(
-            f"--init_from={init_from} --phase1_tokens=0: a decay continues the optimizer of phase 1, and this checkpoint has "
-            "no train_state.pt; use a checkpoint of train.py, or --keep_optimizer=False to start a fresh optimizer"
-        )
-    if init_from == "resume" or (branch and state is not None):
-        step = state["step"]
-        same_rows = state["data"] == plan["data"] and state["settings"]["block_size"] == block_size
-        if same_rows and state["settings"]["data_seed"] == data_seed:
-            samples = state["samples"]
-        elif master:
-            print("note: the checkpoint read other rows (data, block_size or data_seed differ); starting at row 0 of these")
-        if init_from == "resume" or keep_optimizer:
-            fresh = load_optimizer(optimizer, model, state["optimizer"], where)
-            if fresh and master:
-                print(f"note: no optimizer state for {', '.join(fresh)}; they start with fresh moments")
-    del state
-
+    model.backend = plan["attention"]
     if compile:
         for layer in model.model.layers:
             layer.compile()  # in place: no new module, no prefix in the names
-    runner = model
-    if world_size > 1:
-        runner = DDP(model, device_ids=[where.index] if where.type == "cuda" else None)
-    peak = gpu_peak_tflops(where)
+    gpu = [machine.device.index] if machine.device.type == "cuda" else None
+    runner = DDP(model, device_ids=gpu) if machine.world_size > 1 else model
+    log = Log(plan, place.step) if master else None
+    loader = ThreadPoolExecutor(max_workers=1)  # reads and masks the next step while this one computes
+    signals = []  # those that asked us to stop
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
 
-    def snapshot(name):
+    def save(name):
         if master:
-            place = {"phase_index": phase_index, "phase_step": phase_step, "step": step, "samples": samples}
-            save_checkpoint(name, model, optimizer, {**place, "settings": plan["settings"], "data": plan["data"]})
-            print(f"saved {Path(out_dir) / name}")
-        if world_size > 1:
+            save_checkpoint(name, model, optimizer, place, plan)
+        if machine.world_size > 1:
             dist.barrier()
 
-    def held_out(phase):
-        if not eval_rows:
-            return
-        args = (manifest, where, amp_dtype, rank, world_size)
-        mlm = evaluate(model, tokens["val"], "mlm", *args)
-        clm = evaluate(model, tokens["val"], "clm", *args) if phase["objective"] == "clm" else None
-        if master:
-            print(f"held out: mlm loss {mlm:.4f}" + (f", clm loss {clm:.4f}" if clm is not None else ""))
-            log.write(kind="eval", phase_name=phase["name"], step=step, tokens=step * plan["tokens_per_step"],
-                      val_mlm=mlm, val_clm=clm)  # fmt: skip
-
-    log = Log(plan, step) if master else None
-    stop = {}  # the signal that asked us to stop, if any
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop.setdefault("signal", number))
-    last_step = step + sum(p["steps"] for p in phases[phase_index:]) - phase_step
-    width = len(str(last_step))
-    loader = ThreadPoolExecutor(max_workers=1)  # reads and masks the next step while this one computes
-    seconds_per_step = None
-    if step == 0 or branch:
-        held_out(phases[0])
-    model.train()
-
-    while phase_index < len(phases):
-        phase = phases[phase_index]
-        frozen = frozen_parameters(model, phase["frozen"])
-        pending = None
-        while phase_step < phase["steps"]:
-            began = time.perf_counter()
-            request = (tokens["train"], samples, phase, rank, world_size, manifest)
-            batches, n_targets, rows_hash = pending.result() if pending else load_step(*request)
-            pending = loader.submit(load_step, request[0], samples + global_batch, *request[2:])
-            n_targets = int(all_reduce_sum(torch.tensor([float(n_targets)], dtype=torch.float64), where, world_size)[0])
-
-            lr = get_lr(phase, phase_step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss_sum = forward_backward(runner, batches, n_targets, where, amp_dtype, world_size, (seed, samples, rank))
-            freeze(frozen, freeze_mode)
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            grad_norm = torch.nn.utils.get_total_norm(grads)
-            if grad_clip:
-                torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
-            sums = torch.tensor([loss_sum.item(), float(bool(stop))], dtype=torch.float64)
-            loss, stopping = all_reduce_sum(sums, where, world_size).tolist()
-            loss /= max(1, n_targets)
-            if not math.isfinite(loss) or not math.isfinite(grad_norm.item()):
-                fail(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm.item()}: expected finite numbers. The weights "
-                    f"of the last checkpoint in {out_dir} are good; lower --learning_rate or set --grad_clip=1.0"
-                )
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-            step, phase_step, samples = step + 1, phase_step + 1, samples + global_batch
-            seconds = time.perf_counter() - began
-            seconds_per_step = seconds if seconds_per_step is None else 0.9 * seconds_per_step + 0.1 * seconds
-            speed, seen = plan["tokens_per_step"] / seconds, step * plan["tokens_per_step"]
-            mfu = speed * phase["flops_per_token"] / (peak * 1e12 * world_size) if peak else None
+    def hold_out(phase):
+        if eval_rows:
+            mlm = evaluate(model, tokens["val"], "mlm", manifest, machine)
+            causal = phase["objective"] == "clm"
+            clm = evaluate(model, tokens["val"], "clm", manifest, machine) if causal else None
             if master:
-                log.write(
-                    kind="step", phase=phase_index + 1, phase_name=phase["name"], objective=phase["objective"], step=step,
-                    phase_step=phase_step, tokens=seen, loss=loss, lr=lr, grad_norm=grad_norm.item(), tok_per_s=speed,
-                    mfu=mfu, targets=n_targets, rows_hash=rows_hash,
-                )  # fmt: skip
-                if step % log_every == 0 or phase_step == phase["steps"]:
-                    print(
-                        f"{phase['name']:6} {phase['objective']}  step {step:{width}}/{last_step}  loss {loss:7.4f}  "
-                        f"grad {grad_norm.item():6.3f}  lr {lr:.2e}  {speed / 1e3:7.1f}k tok/s  "
-                        + (f"mfu {mfu:5.1%}  " if mfu else "")
-                        + f"left {clock(seconds_per_step * (last_step - step))}",
-                        flush=True,
-                    )
-            done = phase_step == phase["steps"]
-            if done or crosses(eval_every_tokens, seen - plan["tokens_per_step"], seen):
-                held_out(phase)
+                print(f"held out: mlm loss {mlm:.4f}" + (f", clm loss {clm:.4f}" if causal else ""))
+                seen = place.step * plan["tokens_per_step"]
+                log.write(kind="eval", phase_name=phase["name"], step=place.step, tokens=seen, val_mlm=mlm, val_clm=clm)
+
+    def take_step(phase, batches, targets):
+        """-> what the log says of it"""
+        lr = get_lr(phase, place.phase_step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = forward_backward(runner, batches, targets, machine, (seed, place.samples, machine.rank))
+        freeze(model, phase["frozen"])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        loss, grad_norm = machine.sum(loss_sum)[0] / max(1, targets), norm.item()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            fail(f"step {place.step + 1}: loss {loss}, gradient norm {grad_norm}: expected finite numbers; the last "
+                 f"checkpoint in {out_dir} is good, start from it with a lower --learning_rate or --grad_clip=1.0")
+        if grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "targets": targets}
+
+    if place.phase_step == 0 and init_from != "resume":
+        hold_out(phases[0])
+    model.train()
+    pace = None  # seconds a step, smoothed
+    while place.phase < len(phases):
+        phase, ahead = phases[place.phase], None
+        while place.phase_step < phase["steps"]:
+            began = time.perf_counter()
+            request = (phase, machine, manifest)
+            batches, targets, rows = ahead.result() if ahead else load_step(tokens["train"], place.samples, *request)
+            ahead = loader.submit(load_step, tokens["train"], place.samples + global_batch, *request)
+            targets, stopping = machine.sum(targets, len(signals))  # all ranks stop after the same step
+            event = take_step(phase, batches, int(targets))
+            place.step += 1
+            place.phase_step += 1
+            place.samples += global_batch
+
+            seconds, seen = time.perf_counter() - began, place.step * plan["tokens_per_step"]
+            pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
+            speed = plan["tokens_per_step"] / seconds
+            event |= {"phase": place.phase + 1, "phase_name": phase["name"], "objective": phase["objective"],
+                      "step": place.step, "phase_step": place.phase_step, "tokens": seen, "tok_per_s": speed,
+                      "mfu": speed * phase["flops_per_token"] / peak if peak else None, "rows_hash": rows}
+            done = place.phase_step == phase["steps"]
+            if master:
+                log.write(kind="step", **event)
+                if place.step % log_every == 0 or done:
+                    print_step(event, last_step, pace * (last_step - place.step))
+            if done or crosses(eval_every_tokens, seen, plan["tokens_per_step"]):
+                hold_out(phase)
+            if stopping or (not done and crosses(ckpt_every_tokens, seen, plan["tokens_per_step"])):
+                save(f"step_{place.step:08d}")
             if stopping:
-                snapshot(f"step_{step:08d}")
-                if master:
-                    print(f"stopped by a signal after step {step}; go on with --init_from=resume", file=sys.stderr)
                 loader.shutdown(cancel_futures=True)
-                return 128 + stop.get("signal", signal.SIGTERM)
-            if not done and crosses(ckpt_every_tokens, seen - plan["tokens_per_step"], seen):
-                snapshot(f"step_{step:08d}")
-        phase_index, phase_step = phase_index + 1, 0
-        snapshot("final" if phase_index == len(phases) else phase["name"])
+                if master:
+                    print(f"stopped by a signal after step {place.step}; go on with --init_from=resume", flush=True)
+                return 128 + (signals or [signal.SIGTERM])[0]
+        place.phase, place.phase_step = place.phase + 1, 0
+        save("final" if place.phase == len(phases) else phase["name"])
     loader.shutdown(cancel_futures=True)
     return 0
 
 
-def all_reduce_sum(numbers, where, world_size):
-    """Sum a small CPU tensor of numbers over all ranks."""
-    if world_size == 1:
-        return numbers
-    numbers = numbers.to(where)
-    dist.all_reduce(numbers)
-    return numbers.cpu()
+def crosses(every, seen, tokens_per_step):
+    """Did the last step reach or pass a multiple of `every` tokens?"""
+    return seen // every > (seen - tokens_per_step) // every
 
 
 def main():
     global out_dir
     out_dir = out_dir.format(objective=objective, seed=seed)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    check_settings(world_size)
-    where = choose_device(int(os.environ.get("LOCAL_RANK", 0)))
+    machine = find_machine()
+    check_settings(machine.world_size)
     if dry_run:
-        folder = Path(init_from)
-        local = (folder / "config.json").is_file()
-        config = ModernBERTConfig.from_dict(json.loads((folder / "config.json").read_text())) if local else scratch_config()
-        print(json.dumps(make_plan(config, where, world_size), indent=2))
+        file = Path(init_from) / "config.json"
+        local = file.is_file()  # a hub id's shape is in the settings: nothing is downloaded
+        config = ModernBERTConfig.from_dict(json.loads(file.read_text("utf-8"))) if local else scratch_config({})
+        print(json.dumps(make_plan(config, machine), indent=2))
         return 0
-    if where.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        where = torch.device("cuda", torch.cuda.current_device())
-        torch.backends.cuda.matmul.allow_tf32 = True
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
-    holds_run = any(Path(out_dir).glob("*/train_state.pt")) or (Path(out_dir) / "log.jsonl").exists()
-    if init_from != "resume" and holds_run and not overwrite:
-        fail(
-            f"--out_dir={out_dir}: already holds a run; continue it with --init_from=resume, choose another out_dir, or "
-            "throw it away with --overwrite=True"
-        )
+    fresh = init_from != "resume"
+    old_run = [*Path(out_dir).glob("*/train_state.pt"), *Path(out_dir).glob("log.jsonl")]
+    if fresh and old_run and not overwrite:
+        fail(f"--out_dir={out_dir}: already holds a run; continue it with --init_from=resume, choose another out_dir, "
+             "or throw it away with --overwrite=True")
     manifest, tokens = load_data(data_dir)
-    model, folder, state = start_model(manifest, where)
+    model, folder, state = start_model(manifest, machine)
     if manifest["tokenizer"]["vocab_size"] > model.config.vocab_size:
-        fail(
-            f"--data_dir={data_dir}: its tokenizer has {manifest['tokenizer']['vocab_size']} tokens, the model only "
-            f"{model.config.vocab_size}; prepare the data with the model's own tokenizer, or set --vocab_size"
-        )
-    plan = make_plan(model.config, where, world_size)
-    plan["data"] = manifest["splits"]["train"]["sha256"]
-    if rank == 0:
-        if init_from != "resume" and holds_run:
-            for old in Path(out_dir).glob("*/train_state.pt"):
-                shutil.rmtree(old.parent)
-            (Path(out_dir) / "log.jsonl").unlink(missing_ok=True)
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        if init_from != "resume":
+        fail(f"--data_dir={data_dir}: its tokenizer has {manifest['tokenizer']['vocab_size']} tokens, the model only "
+             f"{model.config.vocab_size}; prepare it with the model's own tokenizer, or set --vocab_size")
+    plan = make_plan(model.config, machine) | {"data": manifest["splits"]["train"]["sha256"]}
+    if machine.rank == 0:
+        if fresh:
+            for old in old_run:
+                shutil.rmtree(old.parent) if old.name == "train_state.pt" else old.unlink()
+            Path(out_dir).mkdir(parents=True, exist_ok=True)
             (Path(out_dir) / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", "utf-8")
         describe(plan, len(tokens["train"]) // block_size)
-    if world_size > 1:
+    if machine.world_size > 1:
         dist.barrier()
-    code = train(plan, manifest, tokens, model, folder, state, where, rank, world_size)
+    code = train(plan, manifest, tokens, model, folder, state, machine)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
-
-
-def describe(plan, n_rows):
-    print(
-        f"{plan['parameters'] / 1e6:.1f}M parameters from {plan['init_from']}, {plan['world_size']} x {plan['device']}, "
-        f"{plan['dtype']}, attention: {plan['attention']}"
-    )
-    print(
-        f"{plan['tokens_per_step']:,} tokens a step = {plan['world_size']} ranks x {plan['grad_accum']} micro-batches x "
-        f"{plan['micro_batch']} rows x {block_size}"
-    )
-    for phase in plan["phases"]:
-        rate = f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else ""
-        frozen = f", layers {phase['frozen']} frozen ({freeze_mode})" if phase["frozen"] else ""
-        print(
-            f"{phase['name']}: {phase['objective']}{rate}, {phase['steps']:,} steps, {phase['warmup_steps']} of warmup, "
-            f"{phase['steps'] * global_batch / n_rows:.2f} passes over the rows{frozen}"
-        )
 
 
 if __name__ == "__main__":
