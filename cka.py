@@ -40,6 +40,10 @@ dtype = (
 out_dir = "out/cka"  # where cka.json and the figure go
 
 
+def fail(message):
+    raise SystemExit(f"cka.py: {message}")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The measure
 
@@ -63,12 +67,14 @@ def linear_cka(X, Y):
 
 
 def centre(Z):
-    """Column-centred Z with Frobenius norm 1, or None if Z is constant. CKA ignores scale, and unit norm keeps its fourth
-    powers away from overflow and underflow (K2)."""
+    """Column-centred Z with Frobenius norm 1, or None if Z is constant or not finite. CKA ignores scale, and at unit
+    norm its fourth powers cannot overflow or underflow (K2)."""
+    if not np.isfinite(Z).all():
+        return None
     centred = Z - Z.mean(0)
     norm = np.linalg.norm(centred)
     constant = norm <= 1e-12 * np.linalg.norm(Z)  # centring leaves rounding errors of a constant, seldom exact zeros
-    return None if constant or not np.isfinite(norm) else centred / norm
+    return None if constant else centred / norm
 
 
 def divergences(features_a, features_b, draws, pair="pair"):
@@ -131,15 +137,15 @@ def summarise(pair, control=None):
 def read_texts(path):
     """The texts of a .txt file (one a line) or a .jsonl file ("text" field); blank ones are left out."""
     if path.suffix not in (".txt", ".jsonl") or not path.is_file():
-        raise SystemExit(f"cka.py: --texts={path}: expected a .txt or .jsonl file, or a directory of prepare_data.py")
+        fail(f"--texts={path}: expected a .txt or .jsonl file, or a directory of prepare_data.py")
     lines = path.read_text(encoding="utf-8").split("\n")
     if path.suffix == ".jsonl":
         for number, line in enumerate(lines):
             try:
                 lines[number] = str(json.loads(line)["text"]) if line.strip() else ""
             except (ValueError, KeyError, TypeError):
-                where = f"cka.py: --texts={path}: line {number + 1}"
-                raise SystemExit(f'{where}: expected a JSON object with a "text" field') from None
+                where = f"--texts={path}: line {number + 1}"
+                fail(f'{where}: expected a JSON object with a "text" field')
     return [line.strip() for line in lines if line.strip()]
 
 
@@ -159,7 +165,7 @@ def read_documents(data_dir, max_len):
         split, eos = manifest["splits"]["val"], manifest["tokenizer"]["eos_token_id"]
         ids = np.fromfile(data_dir / split["file"], dtype=manifest["dtype"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"cka.py: --texts={data_dir}: expected a directory of prepare_data.py ({error!r})") from None
+        fail(f"--texts={data_dir}: expected a directory of prepare_data.py ({error!r})")
     documents = np.split(ids, np.flatnonzero(ids == eos) + 1)  # cut after every eos; what follows the last one is empty
     return [[*doc[: min(len(doc), max_len) - 1].tolist(), eos] for doc in documents if len(doc) > 2]
 
@@ -167,10 +173,10 @@ def read_documents(data_dir, max_len):
 def load_tokenizer(setting, name):
     """The tokenizer beside a checkpoint, or one line that says which setting named it."""
     try:
-        return AutoTokenizer.from_pretrained(find_checkpoint(name))
-    except Exception as error:  # noqa: BLE001 - transformers raises a dozen types that mean the same to the reader
+        return AutoTokenizer.from_pretrained(name if Path(name).is_dir() else find_checkpoint(name))
+    except Exception as error:  # transformers raises a dozen types that mean the same to the reader
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SystemExit(f"cka.py: --{setting}={name}: expected a checkpoint with its tokenizer ({reason})") from None
+        fail(f"--{setting}={name}: no tokenizer there ({reason})")
 
 
 def read_pool(path, tokenizers, max_len):
@@ -182,20 +188,20 @@ def read_pool(path, tokenizers, max_len):
     wanted = "CKA needs the same ids for both"
     for name, other in others:
         if other.get_vocab() != first.get_vocab():
-            raise SystemExit(f"cka.py: {first_name} and {name} have different tokenizers: {wanted}")
+            fail(f"{first_name} and {name} have different tokenizers: {wanted}")
     if path.is_dir():
         pool = read_documents(path, max_len)
-        if AutoTokenizer.from_pretrained(path / "tokenizer").get_vocab() != first.get_vocab():
-            raise SystemExit(f"cka.py: --texts={path}: not the tokenizer of {first_name}: prepare the texts with it")
+        if load_tokenizer("texts", path / "tokenizer").get_vocab() != first.get_vocab():
+            fail(f"--texts={path}: not the tokenizer of {first_name}: prepare the texts with it")
     else:
         lines = read_texts(path)
         pool = encode(lines, first, max_len)
         for name, other in others:  # the same vocabulary may still come with another normalisation or other merges
             if encode(lines, other, max_len) != pool:
-                raise SystemExit(f"cka.py: {first_name} and {name} have different tokenizers: {wanted}")
+                fail(f"{first_name} and {name} have different tokenizers: {wanted}")
     pool = sorted(set(map(tuple, pool)))
     if len(pool) < 3:
-        raise SystemExit(f"cka.py: --texts={path}: {len(pool)} distinct texts: expected 3 or more, better {n_texts}")
+        fail(f"--texts={path}: {len(pool)} distinct texts: expected 3 or more, better {n_texts}")
     return pool
 
 
@@ -234,7 +240,7 @@ def table(result):
     for name, row in rows:
         numbers = [100 * row["divergence"], 100 * row["sd"], 100 * row["ci95"]]
         numbers += [100 * row.get("control", {}).get("divergence", np.nan), row.get("ratio", np.nan)]
-        cells = ["-" if np.isnan(number) else f"{number:.2f}" for number in numbers]
+        cells = ["-" if np.isnan(number) else f"{number:.2f}" for number in numbers[:4]] + [f"{numbers[4]:.4g}"]
         lines.append(f"{name:12}{cells[0]:>13}{cells[1]:>8}{cells[2]:>10}{cells[3]:>11}{cells[4]:>10}")
     return lines
 
@@ -243,9 +249,12 @@ def draw_figure(result, path):
     """Divergence per layer of the pair and its control, bars = SD over samples -> path.png and path.svg."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    curves = [("model_a against model_b", "#0072B2", "o-", result["layers"])]
+    sides = ("model_a", "model_b", "control_a", "control_b")
+    name = {side: "/".join(Path(str(result[side])).parts[-2:]) for side in sides}
+    curves = [(f"{name['model_a']} against {name['model_b']}", "#0072B2", "o-", result["layers"])]
     if result["control_a"]:  # blue and vermilion differ for colour-blind eyes, the dashes and squares in grey print
-        curves.append(("control: seed noise", "#D55E00", "s--", [row["control"] for row in result["layers"]]))
+        control = [row["control"] for row in result["layers"]]
+        curves.append((f"control: {name['control_a']} against {name['control_b']}", "#D55E00", "s--", control))
     for label, colour, style, rows in curves:
         mean, sd = (np.array([100 * row[key] for row in rows]) for key in ("divergence", "sd"))
         axes.errorbar(range(len(rows)), mean, np.nan_to_num(sd), None, style, color=colour, capsize=3, label=label)
@@ -253,7 +262,7 @@ def draw_figure(result, path):
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside upper left")
     for suffix in ("png", "svg"):
         figure.savefig(f"{path}.{suffix}.tmp", format=suffix, dpi=200)
         os.replace(f"{path}.{suffix}.tmp", f"{path}.{suffix}")
@@ -262,16 +271,16 @@ def draw_figure(result, path):
 def check_settings():
     for setting in ("model_a", "model_b", "texts"):
         if globals()[setting] is None:
-            raise SystemExit(f"cka.py: --{setting}=None: expected a path, see --help")
+            fail(f"--{setting}=None: expected a path, see --help")
     if (control_a is None) != (control_b is None):
-        raise SystemExit(f"cka.py: --control_a={control_a} --control_b={control_b}: expected both or neither")
+        fail(f"--control_a={control_a} --control_b={control_b}: expected both or neither")
     for setting, least in (("n_texts", 3), ("max_len", 3), ("batch_size", 1)):
         if globals()[setting] < least:
-            raise SystemExit(f"cka.py: --{setting}={globals()[setting]}: expected {least} or more")
+            fail(f"--{setting}={globals()[setting]}: expected {least} or more")
     if not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-        raise SystemExit(f"cka.py: --seeds={seeds}: expected whole numbers such as 42,43,44")
+        fail(f"--seeds={seeds}: expected whole numbers such as 42,43,44")
     if dtype not in ("float32", "bfloat16", "auto"):
-        raise SystemExit(f"cka.py: --dtype={dtype}: expected float32, bfloat16 or auto")
+        fail(f"--dtype={dtype}: expected float32, bfloat16 or auto")
 
 
 def main():
@@ -279,8 +288,11 @@ def main():
     where = default_device() if device == "auto" else torch.device(device)
     forward_dtype = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
     settings = {"model_a": model_a, "model_b": model_b, "control_a": control_a, "control_b": control_b}
-    named = {str(name): setting for setting, name in reversed(settings.items()) if name is not None}
-    tokenizers = {name: load_tokenizer(setting, name) for name, setting in reversed(named.items())}
+    named = {}  # model -> the first setting that names it: control_b is usually model_b, which is run once
+    for setting, name in settings.items():
+        if name is not None:
+            named.setdefault(str(name), setting)
+    tokenizers = {name: load_tokenizer(setting, name) for name, setting in named.items()}
     pool = read_pool(Path(str(texts)), tokenizers, max_len)
 
     n, notes = min(n_texts, len(pool)), []
@@ -306,7 +318,7 @@ def main():
         pooled[name] = features(model, documents, batch_size, where, forward_dtype, name)
     depths = {name: len(layers) for name, layers in pooled.items()}
     if len(set(depths.values())) > 1:
-        raise SystemExit(f"cka.py: layers per model {depths}: expected the same depth for all")
+        fail(f"layers per model {depths}: expected the same depth for all")
 
     pair = divergences(pooled[str(model_a)], pooled[str(model_b)], draws, "model_a, model_b:")
     control = None

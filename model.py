@@ -242,11 +242,22 @@ def global_attention(q, k, v, stream):
     lengths = [n for n in stream.cu_seqlens.diff().tolist() if n > 0]
     if len(set(lengths)) == 1:
         q, k, v = (x.view(len(lengths), -1, heads, head_dim).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=stream.is_causal)
-        return out.transpose(1, 2).reshape(total, heads, head_dim)
+        return full_attention(q, k, v, stream.is_causal).transpose(1, 2).reshape(total, heads, head_dim)
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    outs = [F.scaled_dot_product_attention(*part, is_causal=stream.is_causal) for part in parts]
+    outs = [full_attention(*part, stream.is_causal) for part in parts]
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+
+def full_attention(q, k, v, is_causal):
+    """q, k, v (n, heads, T, head_dim), no padding -> the same shape."""
+    length = q.shape[2]
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or length > 1024:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    # On CPUs with bf16 units two plain matrix products beat the fused kernel, as long as T x T scores fit the memory
+    scores = (q * q.shape[3] ** -0.5) @ k.transpose(2, 3)
+    if is_causal:
+        scores.masked_fill_(torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def local_attention(q, k, v, stream, window):
@@ -413,11 +424,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
             h, target = hidden[rows].to(dtype), targets[rows, None]
-            logp = F.log_softmax(F.linear(h, w, b), dim=-1, dtype=torch.float32)
-            loss -= logp.gather(1, target).sum()
+            logits = F.linear(h, w, b)
+            probs = F.softmax(logits, dim=-1, dtype=torch.float32)
+            # log of the sum of exponentials = the largest logit - the log of its probability, which is never tiny
+            log_sum = logits.amax(1, keepdim=True).float() - probs.amax(1, keepdim=True).log()
+            loss += (log_sum - logits.gather(1, target).float()).sum()
             if with_grad:
-                d_logits = logp.exp_()  # d loss / d logits = softmax - one_hot
-                d_logits.scatter_add_(1, target, d_logits.new_full((1, 1), -1.0).expand_as(target))
+                d_logits = probs  # d loss / d logits = softmax - one_hot
+                d_logits.scatter_add_(1, target, probs.new_full((1, 1), -1.0).expand_as(target))
                 d_bias += d_logits.sum(0)
                 d_logits = d_logits.to(dtype)
                 d_hidden[rows] = (d_logits @ w).to(hidden.dtype)

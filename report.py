@@ -1,0 +1,499 @@
+"""Turns what the other stages wrote into one page: tables, figures, and what happened in plain sentences.
+
+    python report.py --out_dir=out/demo
+
+Reads only files in out_dir: plan.json and log.jsonl of each run, cka/cka.json and results.jsonl. Every number and every
+sentence is computed from them; what is missing is listed, and the rest is written all the same. Writes
+out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure  # no pyplot: a Figure renders through Agg and never opens a window
+from scipy.stats import t as student_t
+
+from configurator import configure
+
+out_dir = "out/demo"  # holds the runs; report.md goes here
+runs = "general,clm,mlm,mlm_seed2"  # directories of train.py runs in out_dir, in the order of the tables
+pretraining = "general"  # the run that made the encoder which the others continue; "" if there is none
+
+# Blue, vermilion, green, purple: apart for colour-blind eyes, and by markers and dashes in grey print.
+STYLES = [("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":")]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read(path, missing):
+    """The objects of a jsonl file, or of a json file as a list of one; what cannot be read is noted in `missing`."""
+    if not path.is_file():
+        missing.append(f"`{path.parent.name}/{path.name}` is not there")
+        return []
+    text, found = path.read_text(encoding="utf-8"), []
+    for line in [text] if path.suffix == ".json" else text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the last line of a killed run may be cut short
+            missing.append(f"`{path.parent.name}/{path.name}`: a damaged line was left out")
+    return found
+
+
+def read_run(folder, missing):
+    """A run's plan, step events and eval events, or None. Where a resumed run went back to a checkpoint, the log has
+    the steps after that checkpoint twice: the later lines count."""
+    plan, events = read(folder / "plan.json", missing), []
+    for event in read(folder / "log.jsonl", missing):
+        if event["kind"] == "step":
+            events = [old for old in events if old["step"] < event["step"]]
+        events.append(event)
+    steps, evals = ([event for event in events if event["kind"] == kind] for kind in ("step", "eval"))
+    return {"name": folder.name, "plan": plan[0], "steps": steps, "evals": evals} if plan and steps else None
+
+
+def label(path, names):
+    """The run whose directory a checkpoint lies in, else the path itself."""
+    return next((name for name in names if name in Path(path).parts[-2:]), str(path))
+
+
+def read_scores(path, names, missing):
+    """results.jsonl -> {task: {"models": {model: {seed: row}}, "row": the last row, "left_out": a count}}.
+
+    Scores compare under equal settings only: rows with other settings than the task's last row are left out. The last
+    row of a (model, task, seed) counts.
+    """
+    rows = read(path, missing)
+    tasks = {row["task"]: {"models": {}, "row": row, "left_out": 0} for row in rows}
+    for row in rows:
+        scored = tasks[row["task"]]
+        if row["settings"] == scored["row"]["settings"]:
+            scored["models"].setdefault(label(row["model"], names), {})[row["seed"]] = row
+        else:
+            scored["left_out"] += 1
+    for scored in tasks.values():
+        scored["models"] = {k: scored["models"][k] for k in [*names, *scored["models"]] if k in scored["models"]}
+    return tasks
+
+
+def mean_sd_ci(values):
+    """Values over seeds -> mean, SD (n-1), half-width of the 95% t interval of the mean; nan from a single value."""
+    n = len(values)
+    sd = float(np.std(values, ddof=1)) if n > 1 else math.nan
+    return float(np.mean(values)), sd, float(student_t.ppf(0.975, n - 1)) * sd / math.sqrt(n) if n > 1 else math.nan
+
+
+def points(by_seed, metric="macro_f1"):
+    """{seed: row} -> {seed: test score in points of 100}."""
+    return {seed: 100 * row["test"][metric] for seed, row in by_seed.items()}
+
+
+def causal(run):
+    return [step for step in run["steps"] if step["objective"] == "clm"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What happened, in sentences
+
+
+def interval(values):
+    """'+1.20 points (95% t interval +0.40 to +2.00)' and the verdict: 0 within noise, else the sign."""
+    mean, _, ci = mean_sd_ci(values)
+    if len(values) < 2:
+        return f"{mean:+.2f} points (a single value, no interval)", 0
+    verdict = 0 if abs(mean) <= ci else 1 if mean > 0 else -1
+    return f"{mean:+.2f} points (95% t interval {mean - ci:+.2f} to {mean + ci:+.2f})", verdict
+
+
+def say_clm(run):
+    """Did the causal phase learn? Its loss against ln(vocabulary), what guessing evenly costs."""
+    losses, chance = [step["loss"] for step in causal(run)], math.log(run["plan"]["model"]["vocab_size"])
+    end = float(np.mean(losses[-math.ceil(len(losses) / 20) :]))  # the last 5%: a single step is noisy
+    verdict = f"{chance - end:.2f} below" if end < chance else f"not below ({end - chance:.2f} above)"
+    return (
+        f"Causal phase of `{run['name']}`: the next-token loss went from {losses[0]:.2f} to {end:.2f} nats (mean of "
+        f"its last 5% of steps), {verdict} ln(vocabulary) = {chance:.2f}, the loss of guessing evenly."
+    )
+
+
+def say_held_out(run):
+    """A run's held-out MLM loss at the start, after a causal phase, and at the end."""
+    if len(run["evals"]) < 2:
+        return f"`{run['name']}` has no two held-out losses to compare."
+    first, last = (run["evals"][i]["val_mlm"] for i in (0, -1))
+    verb = "fell" if last < first else "did not fall"
+    sentence = f"The held-out MLM loss of `{run['name']}` {verb}: {first:.3f} to {last:.3f} nats"
+    between = [event["val_mlm"] for event in run["evals"] if event["phase_name"] == "phase1"]
+    return sentence + (f", {between[-1]:.3f} after the causal phase." if causal(run) and between else ".")
+
+
+def say_loss_difference(detour, twin, second=None):
+    """Detour against twin, one run each: the only yardstick is how far two seeds of the twin are apart."""
+    if not detour["evals"] or not twin["evals"]:
+        return []
+    difference = detour["evals"][-1]["val_mlm"] - twin["evals"][-1]["val_mlm"]
+    size = f"{abs(difference):.3f} nats {'lower' if difference < 0 else 'higher'}"
+    sentence = f"At the end the held-out MLM loss of `{detour['name']}` is {size} than that of `{twin['name']}`"
+    if not second or not second["evals"]:
+        return [sentence + ". Without a second seed of the twin there is no yardstick: this may be seed noise."]
+    noise = abs(second["evals"][-1]["val_mlm"] - twin["evals"][-1]["val_mlm"])
+    sentence += f"; two MLM runs that differ in their seed alone are {noise:.3f} apart. "
+    if abs(difference) <= noise:
+        return [sentence + "The difference is within seed noise."]
+    side = "in favour of" if difference < 0 else "against"
+    return [sentence + f"The difference is larger, {side} the detour, but one pair of runs gives no interval."]
+
+
+def paired(models, a, b):
+    """Differences a - b in points over the seeds that both have; none if one of the two was not scored."""
+    a, b = points(models.get(a, {})), points(models.get(b, {}))
+    return [a[seed] - b[seed] for seed in a if seed in b]
+
+
+def say_scores(task, models, detour, twin, second=None, base=None):
+    """The paper's claim: after fine-tuning, the detour scores higher than its MLM twin (C-01)."""
+    differences = paired(models, detour, twin)
+    if not differences:
+        return [f"{task}: `{detour}` and `{twin}` have no seed in common and cannot be compared."]
+    text, verdict = interval(differences)
+    meaning = {
+        0: "This is within noise: it neither shows a gain of the detour nor excludes one.",
+        1: "The detour scores higher, as in the paper (+2.8 points on its French tasks).",
+        -1: "The detour scores lower, against the paper (+2.8 points on its French tasks).",
+    }
+    wins = f"higher in {sum(difference > 0 for difference in differences)} of {len(differences)} seeds"
+    sentences = [
+        f"{task}: test macro-F1 of `{detour}` minus `{twin}`, paired by seed, is {text}, {wins}. {meaning[verdict]} "
+        "The spread is over fine-tuning seeds alone: each encoder was trained once."
+    ]
+    noise = paired(models, second, twin)
+    if noise:
+        noise, larger = abs(np.mean(noise)), abs(np.mean(differences)) > abs(np.mean(noise))
+        sentences.append(
+            f"{task}: that difference is {'larger' if larger else 'no larger'} than the {noise:.2f} points between "
+            f"`{second}` and `{twin}`, two MLM runs that differ in their seed alone."
+        )
+    gain = paired(models, detour, base)
+    if gain:
+        text, verdict = interval(gain)
+        meaning = {0: "within noise", 1: "a gain", -1: "a loss"}
+        sentences.append(f"{task}: `{detour}` minus `{base}`, where it started, is {text}: {meaning[verdict]}.")
+    majority = next(iter(models[detour].values()))["majority"]
+    if max(np.mean(list(points(by_seed).values())) for by_seed in models.values()) <= 100 * majority["macro_f1"]:
+        sentences.append(f"{task}: no model beats always answering {majority['label']!r}: these scores say nothing.")
+    return sentences
+
+
+def say_cka(cka, names):
+    """Does the detour leave a mark beyond seed noise, and a larger one in the low layers (C-06)?"""
+    sentences, ratios = [], {}
+    pair = f"`{label(cka['model_a'], names)}` and `{label(cka['model_b'], names)}`"
+    meaning = {0: "no clear difference", 1: "more than seed noise", -1: "less than seed noise"}
+    for name, entry in {"all": cka["overall"], **cka["blocks"]}.items():
+        where = "in all layers" if name == "all" else f"in the {name} layers"
+        if entry["divergence"] is None:
+            sentences.append(f"The CKA of {pair} is undefined {where}.")
+            continue
+        sentence = f"{pair} diverge by {100 * entry['divergence']:.1f}% {where} (mean of 1 - CKA)"
+        control = entry.get("control")
+        if not control or control["divergence"] is None:
+            sentences.append(f"{sentence}; without a control nothing says how much of it is seed noise.")
+            continue
+        both = zip(entry["per_sample"], control["per_sample"], strict=True)
+        text, verdict = interval([100 * (a - b) for a, b in both])
+        sentence += f", two MLM seeds by {100 * control['divergence']:.1f}%"
+        sentences.append(f"{sentence}; the difference is {text}: {meaning[verdict]}.")
+        ratios[name] = entry["ratio"]
+    if ratios.get("low") is not None and ratios.get("late") is not None:
+        order = "the same order" if ratios["low"] > ratios["late"] else "the opposite order"
+        sentences.append(
+            f"Divergence over control is {ratios['low']:.2f} in the low layers and {ratios['late']:.2f} in the late "
+            f"ones, 5 to 44 and about 1 in the paper: {order}. CKA intervals are over samples of texts; with one pair "
+            "of runs on each side, none covers the seeds of training."
+        )
+    return sentences
+
+
+def what_happened(continued, tasks, cka, names, base):
+    """All sentences that the data allow, in the order of the recipe."""
+    detour = next((run for run in continued if causal(run)), None)
+    twins = [run for run in continued if not causal(run)]
+    sentences = [say_clm(detour)] if detour else []
+    sentences += [say_held_out(run) for run in continued]
+    if detour and twins:
+        second = twins[1] if len(twins) > 1 else None
+        sentences += say_loss_difference(detour, twins[0], second)
+        roles = detour["name"], twins[0]["name"], second and second["name"], base
+        for task, scored in tasks.items():
+            if roles[0] in scored["models"] and roles[1] in scored["models"]:
+                sentences += say_scores(task, scored["models"], *roles)
+    sentences += say_cka(cka, names) if cka else []
+    if continued:
+        size, tokens = continued[0]["plan"]["parameters"] / 1e6, continued[0]["steps"][-1]["tokens"] / 1e6
+        sentences.append(
+            f"Scale: {size:,.1f}M parameters and {tokens:,.1f}M tokens here, 136M and 11,000M in the paper's smallest "
+            "French run. Nothing on this page confirms or refutes the paper at its own size."
+        )
+    return sentences
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def new_figure(height, n_rows=1, n_columns=1, **options):
+    figure = Figure(figsize=(7.2, height), layout="constrained")  # inches: the width of a printed page
+    axes = figure.subplots(n_rows, n_columns, squeeze=False, **options).flatten()
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def save_figure(figure, folder, name, data):
+    """Writes folder/name.png, .svg and the plotted numbers as .json -> the markdown that shows the figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"{name}.{suffix}.tmp", format=suffix, dpi=200)
+        os.replace(folder / f"{name}.{suffix}.tmp", folder / f"{name}.{suffix}")
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return f"![{name}](figures/{name}.png)"
+
+
+def running_mean(values, width):
+    """The mean of the last `width` values at each place, of fewer at the start."""
+    return [float(np.mean(values[max(0, i + 1 - width) : i + 1])) for i in range(len(values))]
+
+
+def mark_boundary(ax, run):
+    """A dotted line where phase 1 ends, and the names of the phases above the axes."""
+    end = run["steps"][-1]["tokens"] / 1e6
+    boundary = max((s["tokens"] / 1e6 for s in run["steps"] if s["phase_name"] == "phase1"), default=0)
+    if 0 < boundary < end:
+        ax.axvline(boundary, color="0.4", linestyle=":", linewidth=1)
+        style = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "bottom", "color": "0.3", "fontsize": 9}
+        ax.text(boundary / 2, 1.01, "phase 1", **style)
+        ax.text((boundary + end) / 2, 1.01, "decay", **style)
+
+
+def draw_losses(continued, folder):
+    """Held-out MLM loss above, training loss below, over tokens, every continued run."""
+    figure, (above, below) = new_figure(6.0, 2, sharex=True)
+    data = {}
+    for run, (colour, marker, dash) in zip(continued, STYLES, strict=False):
+        style = {"color": colour, "linestyle": dash, "linewidth": 1.5}
+        held = [(event["tokens"], event["val_mlm"]) for event in run["evals"]]
+        if held:
+            x, y = np.transpose(held)
+            above.plot(x / 1e6, y, **style, marker=marker, markersize=4, label=run["name"])
+        width = max(1, len(run["steps"]) // 30)  # steps are noisy: without a running mean the runs hide each other
+        for name in dict.fromkeys(step["phase_name"] for step in run["steps"]):  # no line across the boundary
+            x, y = np.transpose([(s["tokens"] / 1e6, s["loss"]) for s in run["steps"] if s["phase_name"] == name])
+            below.plot(x, running_mean(y, width), **style)
+        data[run["name"]] = {"held_out": held, "training": [(step["tokens"], step["loss"]) for step in run["steps"]]}
+    above.set_ylabel("held-out MLM loss (nats)")
+    below.set(ylabel="training loss (nats)", xlabel="tokens (million)")
+    for ax in (above, below):
+        mark_boundary(ax, continued[0])
+    above.legend(frameon=False)
+    return save_figure(figure, folder, "losses", data)
+
+
+def draw_clm(run, folder):
+    """Next-token loss of the causal phase, training and held out, under the line of even guessing."""
+    figure, (ax,) = new_figure(3.4)
+    chance = math.log(run["plan"]["model"]["vocab_size"])
+    training = [(step["tokens"], step["loss"]) for step in causal(run)]
+    held = [(event["tokens"], event["val_clm"]) for event in run["evals"] if event.get("val_clm") is not None]
+    x, y = np.transpose(training)
+    ax.plot(x / 1e6, y, color=STYLES[0][0], linewidth=0.8, alpha=0.7, label="training, each step")
+    if held:
+        x, y = np.transpose(held)
+        ax.plot(x / 1e6, y, color=STYLES[1][0], marker="s", linestyle="--", markersize=5, label="held out")
+    ax.axhline(chance, color="0.4", linestyle=":", label=f"ln(vocabulary) = {chance:.2f}")
+    ax.set(xlabel="tokens (million)", ylabel="next-token loss (nats)")
+    ax.set_ylim(bottom=0)
+    ax.legend(frameon=False, loc="lower left")
+    return save_figure(figure, folder, "clm", {"training": training, "held_out": held, "ln_vocab": chance})
+
+
+def draw_cka(cka, names, folder):
+    """Divergence per layer of the pair and the control; with a control also their ratio."""
+    pairs = [("", "model_a", "model_b", cka["layers"])]
+    if cka["control_a"]:
+        pairs.append(("control: ", "control_a", "control_b", [row["control"] for row in cka["layers"]]))
+    figure, axes = new_figure(3.6, 1, len(pairs))
+    for (kind, a, b, rows), (colour, marker, dash) in zip(pairs, STYLES, strict=False):
+        mean, sd = (100 * np.array([row[key] for row in rows], dtype=float) for key in ("divergence", "sd"))
+        text = f"{kind}{label(cka[a], names)} against {label(cka[b], names)}"
+        style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4, "capsize": 3, "label": text}
+        axes[0].errorbar(range(len(rows)), mean, np.nan_to_num(sd), **style)
+    axes[0].set_ylabel("divergence 1 - CKA (%)")
+    if cka["control_a"]:
+        axes[1].plot(np.array([row["ratio"] for row in cka["layers"]], dtype=float), "o-", color="black", markersize=4)
+        axes[1].axhline(1, color="0.4", linestyle=":")
+        axes[1].set_ylabel("ratio to the control")
+    for ax in axes:
+        ax.set(xlabel="layer", xticks=range(0, len(cka["layers"]), 1 + len(cka["layers"]) // 12))
+        ax.set_ylim(bottom=0)
+    figure.legend(frameon=False, loc="outside upper left", fontsize=9)
+    return save_figure(figure, folder, "cka", {"layers": cka["layers"]})
+
+
+def draw_scores(task, models, folder):
+    """Test macro-F1 of each model: the mean with its 95% t interval, and the seeds as small dots below."""
+    figure, (ax,) = new_figure(1.0 + 0.5 * len(models))
+    data = {name: points(by_seed) for name, by_seed in models.items()}
+    for i, by_seed in enumerate(data.values()):
+        mean, _, ci = mean_sd_ci(list(by_seed.values()))
+        ax.plot(list(by_seed.values()), [i + 0.2] * len(by_seed), ".", color="0.55")
+        ax.errorbar(mean, i, xerr=None if math.isnan(ci) else ci, fmt="o", color=STYLES[0][0], capsize=4)
+    ax.set(xlabel="test macro-F1 (points of 100)", yticks=range(len(data)), yticklabels=list(data))
+    ax.set_ylim(len(data) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", alpha=0.3)
+    return save_figure(figure, folder, f"scores_{task}", data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def number(value, digits=2):
+    """A number as text, - where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def table(head, rows):
+    """A markdown table, the first column to the left, the others to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def listed(settings):
+    return ", ".join(f"`{key}={value}`" for key, value in settings.items())
+
+
+def runs_page(found, base):
+    """What was trained, from what, for how long, and where the losses stand."""
+    plan = next(iter(found.values()))["plan"]
+    shape = plan["model"]
+    lines = [
+        f"A ModernBERT of {plan['parameters'] / 1e6:.1f}M parameters ({shape['num_hidden_layers']} layers of width "
+        f"{shape['hidden_size']}, vocabulary {shape['vocab_size']:,}), in {plan['dtype']} on {plan['device']}:\n"
+    ]
+    rows = []
+    for name, run in found.items():
+        plan, steps, evals = run["plan"], run["steps"], run["evals"] or [{"val_mlm": None}]
+        phases = ", then ".join(
+            phase["objective"].upper()
+            + (f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else "")
+            + f", {phase['steps'] * plan['tokens_per_step'] / 1e6:,.1f}M tokens in {phase['steps']:,} steps"
+            for phase in plan["phases"]
+        )
+        start = "random weights" if plan["init_from"] == "scratch" else f"`{plan['init_from']}`"
+        lines.append(f"- `{name}`, from {start}: {phases}." + (" The others start from it." if name == base else ""))
+        if steps[-1]["step"] < plan["steps"]:
+            lines[-1] += f" **It stopped at step {steps[-1]['step']:,} of {plan['steps']:,}.**"
+        minutes = sum(plan["tokens_per_step"] / step["tok_per_s"] for step in steps) / 60
+        clm = [event["val_clm"] for event in evals if event.get("val_clm") is not None] or [None]
+        losses = (evals[0]["val_mlm"], evals[-1]["val_mlm"], clm[-1])
+        rows.append([f"`{name}`", f"{steps[-1]['tokens']:,}", number(minutes, 1), *(number(x, 3) for x in losses)])
+    head = ["run", "tokens", "minutes", "held-out MLM, first", "held-out MLM, last", "held-out CLM, after phase 1"]
+    lines += ["\n" + table(head, rows)]
+    lines += ["\nLosses in nats. Runs on one corpus share the held-out rows and their masks (15%); across corpora "
+              "losses do not compare."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def scores_page(task, scored, folder):
+    rows = []
+    for name, by_seed in scored["models"].items():
+        rest = [np.mean(list(points(by_seed, metric).values())) for metric in ("weighted_f1", "accuracy")]
+        rows.append([f"`{name}`", len(by_seed), *map(number, (*mean_sd_ci(list(points(by_seed).values())), *rest))])
+    row, sizes = scored["row"], ", ".join(f"{n:,} {split}" for split, n in scored["row"]["sizes"].items())
+    notes = [*row["notes"], *([f"{scored['left_out']} rows of other settings left out"] if scored["left_out"] else [])]
+    return [
+        f"## Downstream: {task}",
+        table(["model", "seeds", "macro-F1", "SD", "95% t ±", "weighted F1", "accuracy"], rows),
+        draw_scores(task, scored["models"], folder),
+        f"{len(row['labels'])} labels; {sizes}. Always answering {row['majority']['label']!r} gives a macro-F1 of "
+        f"{100 * row['majority']['macro_f1']:.2f}. Epochs are selected by validation {row['settings']['select_by']}; "
+        "SD and interval are over fine-tuning seeds." + "".join(f" {note}." for note in notes),
+        f"Settings: {listed(row['settings'])}.",
+    ]
+
+
+def cka_page(cka, names, folder):
+    entries = [(f"layer {i}", entry) for i, entry in enumerate(cka["layers"])]
+    entries += [(f"{name} {'-'.join(map(str, entry['layers']))}", entry) for name, entry in cka["blocks"].items()]
+    rows = []
+    for name, entry in [*entries, ("all", cka["overall"])]:
+        percent = [entry["divergence"], entry["sd"], entry["ci95"], entry.get("control", {}).get("divergence")]
+        rows.append([name, *(number(x and 100 * x) for x in percent), number(entry.get("ratio"))])
+    return [
+        "## CKA",
+        table(["", "divergence %", "SD", "95% t ±", "control %", "ratio"], rows),
+        draw_cka(cka, names, folder),
+        f"`{cka['model_a']}` against `{cka['model_b']}`"
+        + (f"; control `{cka['control_a']}` against `{cka['control_b']}`" if cka["control_a"] else "")
+        + f". {cka['estimator'][0].upper()}{cka['estimator'][1:]}; {cka['pooling']}; {cka['samples']} samples of "
+        f"{cka['n_texts']} from {cka['pool']} held-out texts. SD and interval are over samples of texts, not over "
+        "training runs." + "".join(f" {note}." for note in cka["notes"]),
+    ]
+
+
+def settings_page(continued):
+    """The settings in which the continued runs differ (C-04: only the objective, or the seed), and those they share."""
+    settings = [run["plan"]["settings"] for run in continued]
+    shared = {key: value for key, value in settings[0].items() if all(other.get(key) == value for other in settings)}
+    rows = [[f"`{key}`", *(f"`{other.get(key)}`" for other in settings)] for key in settings[0] if key not in shared]
+    return [table(["", *(f"`{run['name']}`" for run in continued)], rows), f"The same in all: {listed(shared)}."]
+
+
+def build(folder, names, base):
+    """Reads everything under `folder`, draws the figures -> the text of report.md."""
+    missing, figures = [], folder / "figures"
+    found = {name: run for name in names if (run := read_run(folder / name, missing))}
+    continued = [run for name, run in found.items() if name != base]
+    tasks = read_scores(folder / "results.jsonl", names, missing)
+    cka = next(iter(read(folder / "cka" / "cka.json", missing)), None)
+
+    page = ["# The detour in numbers", *([runs_page(found, base)] if found else [])]
+    sentences = what_happened(continued, tasks, cka, names, base)
+    for title, lines in (("What happened", sentences), ("Missing", missing)):
+        page += [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
+    if continued:
+        page += ["## Losses", draw_losses(continued, figures)]
+        page += ["Training curves are running means over a thirtieth of the run. Training losses of different "
+                 "objectives or mask rates do not compare; the held-out MLM losses do."]  # fmt: skip
+        page += [draw_clm(run, figures) for run in continued if causal(run)][:1]
+    for task, scored in tasks.items():
+        page += scores_page(task, scored, figures)
+    page += cka_page(cka, names, figures) if cka else []
+    page += ["## Settings and versions", *settings_page(continued)] if continued else []
+    versions = [f"torch {run['plan']['torch']}" for run in found.values()]
+    versions += [
+        f"{name} {version}" for scored in tasks.values() for name, version in scored["row"]["versions"].items()
+    ]
+    page += [", ".join(dict.fromkeys(versions)) + "."] if versions else []
+    return "\n\n".join(page) + "\n"
+
+
+def main():
+    folder = Path(out_dir)
+    if not folder.is_dir():
+        raise SystemExit(f"report.py: --out_dir={out_dir}: no such directory; expected one with runs of train.py in it")
+    text = build(folder, [name.strip() for name in runs.split(",") if name.strip()], pretraining)
+    (folder / "report.md.tmp").write_text(text, encoding="utf-8")
+    os.replace(folder / "report.md.tmp", folder / "report.md")
+    print(f"written: {folder / 'report.md'} and {folder / 'figures'}")
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()

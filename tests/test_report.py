@@ -1,0 +1,312 @@
+"""report.py: a page from a synthetic output directory, whatever is missing, and sentences that follow the numbers."""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import cka
+import report
+
+NAMES = ["general", "clm", "mlm", "mlm_seed2"]
+
+
+def write_run(folder, objective, seed=17, end=3.6, steps=(60, 6), init="out/demo/general/final"):
+    """A run directory as train.py leaves it: held-out MLM loss from 5.0 to `end`, next-token loss from 8 to about 5."""
+    phases = [
+        {"name": "phase1", "objective": objective, "mask_prob": None if objective == "clm" else 0.3, "steps": steps[0]},
+        {"name": "decay", "objective": "mlm", "mask_prob": 0.15, "steps": steps[1]},
+    ]
+    plan = {"init_from": init, "tokens_per_step": 8192, "steps": sum(steps), "phases": phases, "parameters": 4.2e6}
+    plan |= {"device": "cpu", "dtype": "float32", "torch": "2.13.0", "settings": {"objective": objective, "seed": seed}}
+    plan |= {"model": {"num_hidden_layers": 6, "hidden_size": 64, "vocab_size": 4096}}
+    plan["settings"]["learning_rate"] = 0.001
+    rng, step = random.Random(seed), 0
+    clm = {"val_clm": 8.3 if objective == "clm" else None}
+    events = [{"kind": "eval", "phase_name": "phase1", "step": 0, "tokens": 0, "val_mlm": 5.0, **clm}]
+    for phase in phases:
+        goal, name = phase["objective"], phase["name"]
+        for k in range(phase["steps"]):
+            step += 1
+            loss = (5 + 3 * math.exp(-step / 9) if goal == "clm" else end) + rng.gauss(0, 0.05)
+            where = {"phase_name": name, "step": step, "tokens": step * 8192}
+            events.append({"kind": "step", "objective": goal, "loss": loss, "tok_per_s": 8192.0, **where})
+            if (k + 1) % 20 == 0 or k + 1 == phase["steps"]:
+                held = {"val_mlm": 5.4, "val_clm": 5.2} if goal == "clm" else {"val_mlm": end, "val_clm": None}
+                events.append({"kind": "eval", **where, **held})
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def result_row(model, seed, macro, task="organs", **changes):
+    scores = {"macro_f1": macro, "micro_f1": macro, "weighted_f1": macro, "accuracy": macro}
+    row = {"model": f"out/demo/{model}/final", "task": task, "seed": seed, "test": scores, "labels": ["a", "b"]}
+    row |= {"settings": {"select_by": "macro_f1", "epochs": 3}, "sizes": {"train": 20, "val": 5, "test": 9}}
+    row |= {"majority": {"label": "a", "macro_f1": 0.1}, "notes": [], "versions": {"sklearn": "1.9.1"}}
+    return row | changes
+
+
+def cka_result(pair, control=None):
+    result = {"model_a": "out/demo/clm/final", "model_b": "out/demo/mlm/final", "control_a": None, "control_b": None}
+    if control is not None:
+        result |= {"control_a": "out/demo/mlm_seed2/final", "control_b": "out/demo/mlm/final"}
+    result |= cka.summarise(np.array(pair), None if control is None else np.array(control))
+    result |= {
+        "estimator": "linear CKA",
+        "pooling": "mean",
+        "samples": len(pair),
+        "n_texts": 500,
+        "pool": 800,
+        "notes": [],
+    }
+    return json.loads(json.dumps(result), parse_constant=lambda nan: None)
+
+
+LOW = [[0.20, 0.22, 0.5, 0.5, 0.7, 0.71], [0.22, 0.22, 0.5, 0.52, 0.7, 0.7], [0.21, 0.2, 0.51, 0.5, 0.71, 0.7]]
+SEEDS = [[0.02, 0.03, 0.4, 0.4, 0.6, 0.61], [0.02, 0.02, 0.4, 0.42, 0.6, 0.6], [0.03, 0.03, 0.41, 0.4, 0.6, 0.6]]
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """An output directory with four runs, scores for three seeds each, and CKA."""
+    write_run(tmp_path / "general", "mlm", init="scratch", end=4.1)
+    write_run(tmp_path / "clm", "clm", end=3.5)
+    write_run(tmp_path / "mlm", "mlm", end=3.6)
+    write_run(tmp_path / "mlm_seed2", "mlm", seed=42, end=3.62)
+    means = {"general": 0.50, "mlm_seed2": 0.585, "mlm": 0.58, "clm": 0.61}
+    rows = [result_row(name, s, mean + s / 1000) for name, mean in means.items() for s in (1, 2, 3)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "cka").mkdir()
+    (tmp_path / "cka" / "cka.json").write_text(json.dumps(cka_result(LOW, SEEDS)))
+    return tmp_path
+
+
+def make(folder):
+    text = report.build(folder, NAMES, "general")
+    assert not re.search(r"\b(nan|inf|None)\b", text), text
+    return text
+
+
+def say(sentences):
+    return " ".join(sentences)
+
+
+# --- the page
+
+
+def test_page_and_figures(demo):
+    text = make(demo)
+    for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Settings and versions"):
+        assert f"## {heading}\n" in text
+    assert "## Missing" not in text
+    assert "4.2M parameters (6 layers of width 64, vocabulary 4,096)" in text
+    assert "`clm`, from `out/demo/general/final`: CLM, 0.5M tokens in 60 steps, then MLM at 15%, 0.0M tokens" in text
+    assert "| `clm` | 540,672 | 1.1 | 5.000 | 3.500 | 5.200 |" in text  # 66 steps of a second each
+    assert "| `clm` | 3 | 61.20 | 0.10 | 0.25 | 61.20 | 61.20 |" in text
+    assert "| `objective` | `clm` | `mlm` | `mlm` |" in text
+    assert "| `seed` | `17` | `17` | `42` |" in text
+    assert "The same in all: `learning_rate=0.001`" in text
+    assert "torch 2.13.0, sklearn 1.9.1" in text
+    models = re.findall(r"^\| `(\w+)` \| 3 \|", text, re.MULTILINE)
+    assert models == NAMES  # in the order of --runs, not of the file
+    shown = re.findall(r"!\[\w+\]\((.+?)\)", text)
+    assert shown == [f"figures/{name}.png" for name in ("losses", "clm", "scores_organs", "cka")]
+    for name in shown:
+        assert (demo / name).read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (demo / name).with_suffix(".svg").read_text()
+        json.loads((demo / name).with_suffix(".json").read_text())
+    assert not list(demo.rglob("*.tmp"))
+
+
+def test_figure_data(demo):
+    make(demo)
+    losses = json.loads((demo / "figures" / "losses.json").read_text())
+    assert set(losses) == {"clm", "mlm", "mlm_seed2"}  # the pretraining run is on another corpus
+    assert losses["clm"]["held_out"][-1] == [540672, 3.5]
+    assert len(losses["mlm"]["training"]) == 66
+    clm = json.loads((demo / "figures" / "clm.json").read_text())
+    assert len(clm["training"]) == 60  # the causal phase alone
+    assert clm["ln_vocab"] == pytest.approx(math.log(4096))
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [[], ["results.jsonl"], ["cka"], ["clm"], ["mlm_seed2"], ["general", "mlm", "results.jsonl"], ["mlm/plan.json"]]
+    + [["clm/log.jsonl", "cka"], NAMES, [*NAMES, "cka", "results.jsonl"]],
+)
+def test_missing_parts(demo, gone):
+    for name in gone:
+        path = demo / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    text = make(demo)
+    assert ("## Missing" in text) == bool(gone)
+    for name in gone:
+        assert Path(name).name in text.split("## Missing")[1]
+
+
+def test_damaged_and_unfinished_files(demo):
+    log = demo / "clm" / "log.jsonl"
+    log.write_text("\n".join(log.read_text().splitlines()[:30]) + '\n{"kind": "st')
+    (demo / "cka" / "cka.json").write_text('{"layers": [')
+    (demo / "mlm" / "log.jsonl").write_text("")
+    text = make(demo)
+    assert "`clm/log.jsonl`: a damaged line was left out" in text
+    assert "`cka/cka.json`: a damaged line was left out" in text
+    assert "**It stopped at step 28 of 66.**" in text
+    assert "## CKA" not in text
+
+
+def test_resumed_log_counts_each_step_once(demo):
+    """Killed at step 50, resumed from step 40: the log has 41..50 twice, and the later lines count."""
+    log = demo / "mlm" / "log.jsonl"
+    lines = log.read_text().splitlines()
+    step = [json.loads(line).get("step") for line in lines]
+    killed = [json.loads(line) | {"loss": 99.0} for line, s in zip(lines, step, strict=True) if 40 < s <= 50]
+    before = [line for line, s in zip(lines, step, strict=True) if s <= 40]
+    after = [line for line, s in zip(lines, step, strict=True) if s > 40]
+    log.write_text("\n".join([*before, *map(json.dumps, killed), *after]) + "\n")
+    run = report.read_run(demo / "mlm", [])
+    assert [event["step"] for event in run["steps"]] == list(range(1, 67))
+    assert max(event["loss"] for event in run["steps"]) < 10
+    assert [event["step"] for event in run["evals"]] == [0, 20, 40, 60, 66]
+
+
+def test_scores_of_one_protocol_and_last_row(tmp_path):
+    rows = [result_row("mlm", 1, 0.1, settings={"epochs": 99}), result_row("mlm", 1, 0.2), result_row("mlm", 1, 0.3)]
+    rows += [result_row("clm", 1, 0.4), result_row("clm", 1, 0.9, task="other")]
+    rows[3]["model"] = "answerdotai/ModernBERT-base"
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    tasks = report.read_scores(path, NAMES, [])
+    models = tasks["organs"]["models"]
+    assert list(models) == ["mlm", "answerdotai/ModernBERT-base"]
+    assert report.points(models["mlm"]) == {1: 30}
+    assert tasks["organs"]["left_out"] == 1
+    assert list(tasks["other"]["models"]) == ["clm"]
+
+
+def test_from_the_shell(demo, tmp_path):
+    script = Path(report.__file__).resolve()
+    for folder, code in ((demo, 0), (tmp_path / "nothing", 1)):
+        command = [sys.executable, script, f"--out_dir={folder}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+    assert (demo / "report.md").read_text() == make(demo)
+    assert "--out_dir=" in done.stderr.splitlines()[-1]
+
+
+# --- the sentences, in every direction
+
+
+def scored(**by_model):
+    return {name: {s: result_row(name, s, x) for s, x in enumerate(values)} for name, values in by_model.items()}
+
+
+def test_score_sentences():
+    mlm = [0.50, 0.52, 0.54]
+    better = say(report.say_scores("t", scored(clm=[0.53, 0.56, 0.57], mlm=mlm), "clm", "mlm"))
+    assert "+3.33 points" in better
+    assert "scores higher, as in the paper" in better
+    assert "higher in 3 of 3" in better
+    worse = say(report.say_scores("t", scored(clm=[0.47, 0.48, 0.51], mlm=mlm), "clm", "mlm"))
+    assert "-3.33 points" in worse
+    assert "scores lower, against the paper" in worse
+    noise = say(report.say_scores("t", scored(clm=[0.60, 0.50, 0.54], mlm=mlm), "clm", "mlm"))
+    assert "within noise" in noise
+    assert "the paper" not in noise
+    one = say(report.say_scores("t", scored(clm=[0.6], mlm=[0.5]), "clm", "mlm"))
+    assert "no interval" in one
+    assert "within noise" in one
+    apart = {"clm": {1: result_row("clm", 1, 0.5)}, "mlm": {2: result_row("mlm", 2, 0.5)}}
+    assert "no seed in common" in say(report.say_scores("t", apart, "clm", "mlm"))
+
+
+def test_score_sentences_against_seed_noise_start_and_majority():
+    models = scored(clm=[0.53, 0.56, 0.57], mlm=[0.50, 0.52, 0.54], second=[0.51, 0.53, 0.55], base=[0.4, 0.41, 0.42])
+    text = say(report.say_scores("t", models, "clm", "mlm", "second", "base"))
+    assert "larger than the 1.00 points" in text
+    assert "no larger" not in text
+    assert "where it started, is +14.33 points" in text
+    assert ": a gain." in text
+    models |= scored(second=[0.40, 0.42, 0.44], base=[0.65, 0.65, 0.66])
+    text = say(report.say_scores("t", models, "clm", "mlm", "second", "base"))
+    assert "no larger than the 10.00 points" in text
+    assert ": a loss." in text
+    assert "say nothing" not in text
+    assert "say nothing" in say(report.say_scores("t", scored(clm=[0.1, 0.1], mlm=[0.08, 0.1]), "clm", "mlm"))
+
+
+def test_interval_is_the_paired_t_interval():
+    a, b = np.array([0.61, 0.58, 0.63, 0.6]), np.array([0.58, 0.57, 0.58, 0.6])
+    low, high = 100 * np.array(stats.ttest_rel(a, b).confidence_interval(0.95))
+    assert report.interval(list(100 * (a - b)))[0] == f"{100 * (a - b).mean():+.2f} points (95% t interval " + (
+        f"{low:+.2f} to {high:+.2f})"
+    )
+    assert [report.interval(v)[1] for v in ([1, 1.1, 1.2], [-1, -1.1, -1.2], [1, -1, 1], [5])] == [1, -1, 0, 0]
+
+
+def run_like(name, losses, clm=False, vocab=1000, evals=(5.0, 3.0)):
+    objective = "clm" if clm else "mlm"
+    steps = [{"step": i, "objective": objective, "loss": x, "phase_name": "phase1"} for i, x in enumerate(losses)]
+    held = [{"val_mlm": x, "phase_name": name} for x, name in zip(evals, ("phase1", "decay"), strict=False)]
+    return {"name": name, "plan": {"model": {"vocab_size": vocab}}, "steps": steps, "evals": held}
+
+
+def test_loss_sentences():
+    assert "1.91 below ln(vocabulary) = 6.91" in report.say_clm(run_like("clm", [7.0, 6.0, 5.0], clm=True))
+    assert "not below (0.59 above)" in report.say_clm(run_like("clm", [7.0, 8.0, 7.5], clm=True))
+    assert "fell: 5.000 to 3.000" in report.say_held_out(run_like("mlm", [5.0]))
+    assert "did not fall: 3.000 to 3.500" in report.say_held_out(run_like("mlm", [5.0], evals=(3.0, 3.5)))
+    assert "5.000 after the causal phase" in report.say_held_out(run_like("clm", [5.0], clm=True))
+    assert "no two held-out" in report.say_held_out(run_like("mlm", [5.0], evals=()))
+
+
+@pytest.mark.parametrize(
+    ("end", "second", "words"),
+    [
+        (3.0, 3.41, "lower than that of `mlm`; two MLM runs that differ in their seed alone are 0.010 apart. The"),
+        (3.0, 3.41, "in favour of the detour, but one pair of runs gives no interval"),
+        (3.9, 3.41, "against the detour"),
+        (3.3, 3.8, "within seed noise"),
+        (3.3, None, "no yardstick"),
+    ],
+)
+def test_loss_difference_sentences(end, second, words):
+    detour, twin = run_like("clm", [5.0], clm=True, evals=(5.0, end)), run_like("mlm", [5.0], evals=(5.0, 3.4))
+    other = run_like("mlm_seed2", [5.0], evals=(5.0, second)) if second else None
+    assert words in say(report.say_loss_difference(detour, twin, other))
+
+
+def test_cka_sentences():
+    same = say(report.say_cka(cka_result(LOW, SEEDS), NAMES))
+    assert "`clm` and `mlm` diverge by 47.3% in all layers" in same
+    assert "in the low layers (mean of 1 - CKA), two MLM seeds by 2.5%" in same
+    assert same.count("more than seed noise") == 4
+    assert "the same order" in same
+    opposite = say(report.say_cka(cka_result(SEEDS, LOW), NAMES))
+    assert opposite.count("less than seed noise") == 4
+    assert "the opposite order" in opposite
+    assert say(report.say_cka(cka_result(LOW, LOW), NAMES)).count("no clear difference") == 4
+    alone = say(report.say_cka(cka_result(LOW), NAMES))
+    assert "without a control" in alone
+    assert "order" not in alone
+    assert "no interval" in say(report.say_cka(cka_result(LOW[:1], SEEDS[:1]), NAMES))
+    undefined = np.full((3, 6), np.nan)
+    assert "undefined in all layers" in say(report.say_cka(cka_result(undefined, SEEDS), NAMES))
+
+
+def test_page_with_undefined_layers(demo):
+    pair = np.array(LOW)
+    pair[:, :3] = np.nan
+    (demo / "cka" / "cka.json").write_text(json.dumps(cka_result(pair, SEEDS)))
+    assert "| layer 1 | - | - | - | 2.67 | - |" in make(demo)
