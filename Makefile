@@ -18,22 +18,21 @@ help:
 
 # One domain, two roads from one general encoder: `clm` takes the causal detour, `mlm` is its twin without it, and
 # `mlm_seed2` is the twin under another seed, which shows how much difference means nothing.
+TRAIN = $(PY) train.py config/demo.py --overwrite=True
+FROM  = --init_from=$(OUT)/general/final --data_dir=$(OUT)/data/domain
+
 demo: .venv/installed
 	$(PY) prepare_data.py config/data_demo_general.py --out_dir=$(OUT)/data/general
-	$(PY) prepare_data.py config/data_demo_domain.py --out_dir=$(OUT)/data/domain \
-	    --tokenizer=$(OUT)/data/general/tokenizer
-	$(PY) train.py config/demo.py --objective=mlm --data_dir=$(OUT)/data/general --out_dir=$(OUT)/general
-	$(PY) train.py config/demo.py --objective=clm --data_dir=$(OUT)/data/domain --out_dir=$(OUT)/clm \
-	    --init_from=$(OUT)/general/final
-	$(PY) train.py config/demo.py --objective=mlm --data_dir=$(OUT)/data/domain --out_dir=$(OUT)/mlm \
-	    --init_from=$(OUT)/general/final
-	$(PY) train.py config/demo.py --objective=mlm --data_dir=$(OUT)/data/domain --out_dir=$(OUT)/mlm_seed2 \
-	    --init_from=$(OUT)/general/final --seed=42
+	$(PY) prepare_data.py config/data_demo_domain.py --out_dir=$(OUT)/data/domain --tokenizer=$(OUT)/data/general/tokenizer
+	$(TRAIN) --objective=mlm --data_dir=$(OUT)/data/general --out_dir=$(OUT)/general --phase1_tokens=1.5e6
+	$(TRAIN) $(FROM) --objective=clm --out_dir=$(OUT)/clm
+	$(TRAIN) $(FROM) --objective=mlm --out_dir=$(OUT)/mlm
+	$(TRAIN) $(FROM) --objective=mlm --out_dir=$(OUT)/mlm_seed2 --seed=42
 	$(PY) cka.py --model_a=$(OUT)/clm/final --model_b=$(OUT)/mlm/final \
 	    --control_a=$(OUT)/mlm_seed2/final --control_b=$(OUT)/mlm/final \
 	    --texts=$(OUT)/data/domain --out_dir=$(OUT)/cka
-	$(PY) finetune.py --model=$(OUT)/clm/final --task=hpo --results=$(OUT)/results.jsonl
-	$(PY) finetune.py --model=$(OUT)/mlm/final --task=hpo --results=$(OUT)/results.jsonl
+	$(PY) finetune.py config/demo_task.py --task=$(OUT)/data/domain/task_organ.jsonl --results=$(OUT)/results.jsonl \
+	    --model=$(OUT)/general/final,$(OUT)/clm/final,$(OUT)/mlm/final,$(OUT)/mlm_seed2/final
 	$(PY) report.py --out_dir=$(OUT)
 
 test: .venv/installed

@@ -194,7 +194,7 @@ def say_cka(cka, names):
     pair = f"`{label(cka['model_a'], names)}` and `{label(cka['model_b'], names)}`"
     meaning = {0: "no clear difference", 1: "more than seed noise", -1: "less than seed noise"}
     for name, entry in {"all": cka["overall"], **cka["blocks"]}.items():
-        where = "in all layers" if name == "all" else f"in the {name} layers"
+        where = "over all layers" if name == "all" else f"in the {name} layers"
         if entry["divergence"] is None:
             sentences.append(f"The CKA of {pair} is undefined {where}.")
             continue
@@ -208,12 +208,14 @@ def say_cka(cka, names):
         sentence += f", two MLM seeds by {100 * control['divergence']:.1f}%"
         sentences.append(f"{sentence}; the difference is {text}: {meaning[verdict]}.")
         ratios[name] = entry["ratio"]
-    if ratios.get("low") is not None and ratios.get("late") is not None:
-        order = "the same order" if ratios["low"] > ratios["late"] else "the opposite order"
+    blocks = {name: ratios[name] for name in cka["blocks"] if ratios.get(name) is not None}
+    if "low" in blocks and len(blocks) > 1:
+        each = ", ".join(f"{ratio:.2f} {name}" for name, ratio in blocks.items())
+        most = "stand out most, as" if blocks["low"] == max(blocks.values()) else "do not stand out most, unlike"
         sentences.append(
-            f"Divergence over control is {ratios['low']:.2f} in the low layers and {ratios['late']:.2f} in the late "
-            f"ones, 5 to 44 and about 1 in the paper: {order}. CKA intervals are over samples of texts; with one pair "
-            "of runs on each side, none covers the seeds of training."
+            f"Divergence over control by block of layers: {each}; in the paper 5 to 44 low and about 1 above. The low "
+            f"layers {most} in the paper. CKA intervals are over samples of texts; with one pair of runs on each side, "
+            "none covers the seeds of training."
         )
     return sentences
 
@@ -233,9 +235,9 @@ def what_happened(continued, tasks, cka, names, base):
                 sentences += say_scores(task, scored["models"], *roles)
     sentences += say_cka(cka, names) if cka else []
     if continued:
-        size, tokens = continued[0]["plan"]["parameters"] / 1e6, continued[0]["steps"][-1]["tokens"] / 1e6
+        size, tokens = millions(continued[0]["plan"]["parameters"]), millions(continued[0]["steps"][-1]["tokens"])
         sentences.append(
-            f"Scale: {size:,.1f}M parameters and {tokens:,.1f}M tokens here, 136M and 11,000M in the paper's smallest "
+            f"Scale: {size} parameters and {tokens} tokens here, 136M and 11,000M in the paper's smallest "
             "French run. Nothing on this page confirms or refutes the paper at its own size."
         )
     return sentences
@@ -354,6 +356,7 @@ def draw_scores(task, models, folder):
         ax.errorbar(mean, i, xerr=None if math.isnan(ci) else ci, fmt="o", color=STYLES[0][0], capsize=4)
     ax.set(xlabel="test macro-F1 (points of 100)", yticks=range(len(data)), yticklabels=list(data))
     ax.set_ylim(len(data) - 0.5, -0.5)
+    ax.set_xlim(max(0, ax.get_xlim()[0]), min(100, ax.get_xlim()[1]))  # t intervals of few seeds know no bounds
     ax.grid(axis="y", visible=False)
     ax.grid(axis="x", alpha=0.3)
     return save_figure(figure, folder, f"scores_{task}", data)
@@ -374,6 +377,10 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def millions(tokens):
+    return f"{tokens / 1e6:,.{1 if tokens >= 1e7 else 2}f}M"
+
+
 def listed(settings):
     return ", ".join(f"`{key}={value}`" for key, value in settings.items())
 
@@ -383,7 +390,7 @@ def runs_page(found, base):
     plan = next(iter(found.values()))["plan"]
     shape = plan["model"]
     lines = [
-        f"A ModernBERT of {plan['parameters'] / 1e6:.1f}M parameters ({shape['num_hidden_layers']} layers of width "
+        f"A ModernBERT of {millions(plan['parameters'])} parameters ({shape['num_hidden_layers']} layers of width "
         f"{shape['hidden_size']}, vocabulary {shape['vocab_size']:,}), in {plan['dtype']} on {plan['device']}:\n"
     ]
     rows = []
@@ -392,7 +399,7 @@ def runs_page(found, base):
         phases = ", then ".join(
             phase["objective"].upper()
             + (f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else "")
-            + f", {phase['steps'] * plan['tokens_per_step'] / 1e6:,.1f}M tokens in {phase['steps']:,} steps"
+            + f", {millions(phase['steps'] * plan['tokens_per_step'])} tokens in {phase['steps']:,} steps"
             for phase in plan["phases"]
         )
         start = "random weights" if plan["init_from"] == "scratch" else f"`{plan['init_from']}`"
@@ -449,7 +456,7 @@ def cka_page(cka, names, folder):
 
 def settings_page(continued):
     """The settings in which the continued runs differ (C-04: only the objective, or the seed), and those they share."""
-    settings = [run["plan"]["settings"] for run in continued]
+    settings = [{k: v for k, v in run["plan"]["settings"].items() if k != "out_dir"} for run in continued]
     shared = {key: value for key, value in settings[0].items() if all(other.get(key) == value for other in settings)}
     rows = [[f"`{key}`", *(f"`{other.get(key)}`" for other in settings)] for key in settings[0] if key not in shared]
     return [table(["", *(f"`{run['name']}`" for run in continued)], rows), f"The same in all: {listed(shared)}."]
@@ -491,6 +498,7 @@ def main():
     text = build(folder, [name.strip() for name in runs.split(",") if name.strip()], pretraining)
     (folder / "report.md.tmp").write_text(text, encoding="utf-8")
     os.replace(folder / "report.md.tmp", folder / "report.md")
+    print(text.partition("## What happened\n\n")[2].partition("\n\n## ")[0])
     print(f"written: {folder / 'report.md'} and {folder / 'figures'}")
 
 

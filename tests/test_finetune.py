@@ -119,6 +119,20 @@ def test_same_seed_same_numbers(run_main, tmp_path):
     assert found[0][42] != found[0][43]
 
 
+def test_seed_fixes_the_head(run_main, tmp_path, monkeypatch):
+    task = write_task(tmp_path / "task.jsonl", make_rows({"train": 9, "val": 3, "test": 3}))
+    heads = []
+    original = finetune.make_optimizer
+    monkeypatch.setattr(
+        finetune, "make_optimizer", lambda c: heads.append(c.linear.weight.detach().clone()) or original(c)
+    )
+    run_main(task=task, seeds="1,2", epochs=1)
+    run_main(task=task, seeds="1,2", epochs=1, results=tmp_path / "again.jsonl")
+    assert torch.equal(heads[0], heads[2])
+    assert torch.equal(heads[1], heads[3])
+    assert not torch.equal(heads[0], heads[1])
+
+
 def test_rows_are_not_computed_twice(run_main, tmp_path, checkpoints, monkeypatch):
     task = write_task(tmp_path / "task.jsonl", make_rows({"train": 30, "val": 9, "test": 9}))
     first, _ = run_main(task=task, seeds="1-2", epochs=1)

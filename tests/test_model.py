@@ -298,6 +298,8 @@ def put_in_place(monkeypatch, name):
         monkeypatch.setattr(M, "_VARLEN_WINDOW", "window_size" in M._VARLEN_KEYS)
     if name == "flash_attn twin":
         monkeypatch.setattr(M, "flash_attn_varlen_func", flash_twin)
+    if name.endswith("in bf16"):
+        return name.split()[0], torch.device("cpu"), torch.bfloat16, 3e-2
     if "cuda" not in name:
         return name.split()[0], torch.device("cpu"), torch.float32, 1e-5
     if not torch.cuda.is_available():
@@ -311,7 +313,7 @@ def put_in_place(monkeypatch, name):
 
 
 CPU_BACKENDS = ["sdpa", "flash_attn twin", "varlen_attn twin", "varlen_attn twin of torch 2.11"]
-BACKENDS = [*CPU_BACKENDS, "sdpa on cuda", "flash_attn on cuda", "varlen_attn on cuda"]
+BACKENDS = [*CPU_BACKENDS, "sdpa in bf16", "sdpa on cuda", "flash_attn on cuda", "varlen_attn on cuda"]
 
 WINDOW = 16  # local attention works in blocks of this many queries
 LENGTHS = {
@@ -348,7 +350,8 @@ def test_every_backend_computes_the_rule(name, window, is_causal, lengths, monke
     cu_seqlens = offsets(lengths)
     visible = visible_by_rule(cu_seqlens, window, is_causal)
     torch.manual_seed(0)
-    q, k, v, g = (2 * torch.randn(4, sum(lengths), 3, 8)).to(device, dtype).unbind()
+    scale = 2 if dtype == torch.float32 else 1
+    q, k, v, g = (scale * torch.randn(4, sum(lengths), 3, 8)).to(device, dtype).unbind()
     mine = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = M.attention(*mine, make_stream(backend, cu_seqlens.to(device), window, is_causal), window)
@@ -359,6 +362,21 @@ def test_every_backend_computes_the_rule(name, window, is_causal, lengths, monke
     for grad, reference in zip(grads, torch.autograd.grad(expected, theirs, g.double()), strict=True):
         scale = reference.abs().max().clamp(min=1)
         assert (grad.double() - reference.double()).abs().max() < tolerance * scale
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [1023, 1024, 1025])
+def test_global_attention_over_long_rows(length, is_causal, dtype, tolerance):
+    """Lengths around the one at which the CPU changes its way of computing in bf16; two rows, as a batch and ragged."""
+    q, k, v = torch.randn(3, 2 * length + 3, 1, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    visible = (j <= i) | (not is_causal)
+    expected = reference_attention(q[:length], k[:length], v[:length], visible)
+    for lengths in ([length], [length, length], [length, 3]):
+        part = [x[: sum(lengths)] for x in (q, k, v)]
+        out = M.attention(*part, make_stream("sdpa", offsets(lengths), None, is_causal), None)[:length]
+        assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("window", [2, 3, 7, 10, 128])
@@ -463,6 +481,21 @@ def test_causal_sees_nothing_of_the_future(side, train, name, monkeypatch):
         assert (difference[t + 1 :].amax(0).view(-1) > 1e-3).float().mean() > 0.95  # and it does change what follows
     both_ways = [net(tokens).logits for tokens in (ids, changed)]
     assert (both_ways[0] - both_ways[1])[:t].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("side", ["flat", "right"])
+def test_causal_in_bf16_sees_nothing_of_the_future(side):
+    """Under autocast the CPU computes short rows another way: the same demand."""
+    net, ids = tiny().train(), flat_ids([200])
+    for t in (0, 64, 150):
+        changed = torch.cat((ids[: t + 1], flat_ids([199 - t], seed=1)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if side == "flat":
+                a, b = (net(x, is_causal=True).logits for x in (ids, changed))
+            else:
+                mask = torch.tensor([[1] * 200, [1] * 30 + [0] * 170])
+                a, b = (net(torch.stack((x, ids)), mask, is_causal=True).logits[0] for x in (ids, changed))
+        assert (a - b)[: t + 1].abs().max() < 1e-6 and (a - b)[t + 1 :].abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)

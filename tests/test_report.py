@@ -108,8 +108,8 @@ def test_page_and_figures(demo):
     for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Settings and versions"):
         assert f"## {heading}\n" in text
     assert "## Missing" not in text
-    assert "4.2M parameters (6 layers of width 64, vocabulary 4,096)" in text
-    assert "`clm`, from `out/demo/general/final`: CLM, 0.5M tokens in 60 steps, then MLM at 15%, 0.0M tokens" in text
+    assert "4.20M parameters (6 layers of width 64, vocabulary 4,096)" in text
+    assert "`clm`, from `out/demo/general/final`: CLM, 0.49M tokens in 60 steps, then MLM at 15%, 0.05M tokens" in text
     assert "| `clm` | 540,672 | 1.1 | 5.000 | 3.500 | 5.200 |" in text  # 66 steps of a second each
     assert "| `clm` | 3 | 61.20 | 0.10 | 0.25 | 61.20 | 61.20 |" in text
     assert "| `objective` | `clm` | `mlm` | `mlm` |" in text
@@ -205,6 +205,15 @@ def test_from_the_shell(demo, tmp_path):
     assert "--out_dir=" in done.stderr.splitlines()[-1]
 
 
+def test_prints_what_happened(demo, monkeypatch, capsys):
+    monkeypatch.setattr(report, "out_dir", str(demo))
+    report.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("- Causal phase of `clm`")
+    assert lines[-2].startswith("- Scale: 4.20M parameters and 0.54M tokens here")
+    assert "report.md" in lines[-1]
+
+
 # --- the sentences, in every direction
 
 
@@ -289,20 +298,21 @@ def test_loss_difference_sentences(end, second, words):
 
 def test_cka_sentences():
     same = say(report.say_cka(cka_result(LOW, SEEDS), NAMES))
-    assert "`clm` and `mlm` diverge by 47.3% in all layers" in same
+    assert "`clm` and `mlm` diverge by 47.3% over all layers" in same
     assert "in the low layers (mean of 1 - CKA), two MLM seeds by 2.5%" in same
     assert same.count("more than seed noise") == 4
-    assert "the same order" in same
+    assert "8.47 low, 1.25 mid, 1.17 late" in same
+    assert "stand out most, as in the paper" in same
     opposite = say(report.say_cka(cka_result(SEEDS, LOW), NAMES))
     assert opposite.count("less than seed noise") == 4
-    assert "the opposite order" in opposite
+    assert "do not stand out most, unlike in the paper" in opposite
     assert say(report.say_cka(cka_result(LOW, LOW), NAMES)).count("no clear difference") == 4
     alone = say(report.say_cka(cka_result(LOW), NAMES))
     assert "without a control" in alone
-    assert "order" not in alone
+    assert "the paper" not in alone
     assert "no interval" in say(report.say_cka(cka_result(LOW[:1], SEEDS[:1]), NAMES))
     undefined = np.full((3, 6), np.nan)
-    assert "undefined in all layers" in say(report.say_cka(cka_result(undefined, SEEDS), NAMES))
+    assert "undefined over all layers" in say(report.say_cka(cka_result(undefined, SEEDS), NAMES))
 
 
 def test_page_with_undefined_layers(demo):
