@@ -24,7 +24,7 @@ FROM  = --init_from=$(OUT)/general/final --data_dir=$(OUT)/data/domain
 demo: .venv/installed
 	$(PY) prepare_data.py config/data_demo_general.py --out_dir=$(OUT)/data/general
 	$(PY) prepare_data.py config/data_demo_domain.py --out_dir=$(OUT)/data/domain --tokenizer=$(OUT)/data/general/tokenizer
-	$(TRAIN) --objective=mlm --data_dir=$(OUT)/data/general --out_dir=$(OUT)/general --phase1_tokens=1.5e6
+	$(TRAIN) --objective=mlm --data_dir=$(OUT)/data/general --out_dir=$(OUT)/general
 	$(TRAIN) $(FROM) --objective=clm --out_dir=$(OUT)/clm
 	$(TRAIN) $(FROM) --objective=mlm --out_dir=$(OUT)/mlm
 	$(TRAIN) $(FROM) --objective=mlm --out_dir=$(OUT)/mlm_seed2 --seed=42

@@ -195,7 +195,7 @@ def make_optimizer(classifier):
     weights = [*classifier.encoder.model.parameters(), *classifier.linear.parameters()]
     groups = [{"params": [p for p in weights if p.ndim > 1], "weight_decay": weight_decay}]
     groups += [{"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate)
+    return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
 
 
 def train_one(encoder, data, labels, seed, where, amp_dtype, bar):

@@ -24,7 +24,7 @@ The architecture is that of Warner et al. (2025), "Smarter, Better, Faster, Long
 import inspect
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -71,6 +71,13 @@ class ModernBERTConfig:
     attn_out_dropout: float = 0.0  # 0.1 in pretraining (P-105); a setting of the run, so config.json does not keep it
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float) if field.type is float else field.type):
+                raise ValueError(f"{field.name}={value!r}: expected {field.type}")
+        for name in ("num_attention_heads", "num_hidden_layers", "global_attn_every_n_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
         if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} with num_attention_heads={self.num_attention_heads}: "
@@ -85,16 +92,21 @@ class ModernBERTConfig:
     @classmethod
     def from_dict(cls, hf):
         """Read a hub config.json, as written by transformers 4 (`global_rope_theta`) or 5 (`rope_parameters`)."""
+        if not isinstance(hf, dict):
+            raise ValueError("expected a JSON object")
         if hf.get("model_type") != "modernbert":
-            raise ValueError(f"config.json: model_type={hf.get('model_type')!r}: expected 'modernbert'")
+            raise ValueError(f"model_type={hf.get('model_type')!r}: expected 'modernbert'")
         for key, only in _FIXED.items():  # settings of the hub's class that no ModernBERT checkpoint uses
             if hf.get(key, only) != only:
-                raise ValueError(f"config.json: {key}={hf[key]!r}: model.py only knows {key}={only!r}")
-        known = {k: v for k, v in hf.items() if k in cls.__dataclass_fields__ and v is not None}
+                raise ValueError(f"{key}={hf[key]!r}: model.py only knows {key}={only!r}")
+        known = {k: v for k, v in hf.items() if k in cls.__dataclass_fields__}
+        for key in ("attn_out_dropout", "global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"):
+            if known.get(key) is None:
+                known.pop(key, None)
         known.pop("attn_out_dropout", None)
         known.update(_read_rope(hf))
         if hf.get("layer_types"):
-            known["global_attn_every_n_layers"] = _read_layer_types(hf["layer_types"])
+            known["global_attn_every_n_layers"] = _read_layer_types(hf["layer_types"], hf.get("num_hidden_layers"))
         return cls(**known)
 
     def to_dict(self):
@@ -128,14 +140,16 @@ _FIXED = {
 
 def _read_rope(hf):
     rope = hf.get("rope_parameters") or {}
+    if not rope.keys() <= {"full_attention", "sliding_attention"}:
+        raise ValueError(f"rope_parameters={rope}: expected full_attention and sliding_attention")
     thetas = {}
     for kind, old in (("full_attention", "global_rope_theta"), ("sliding_attention", "local_rope_theta")):
         new = rope.get(kind) or {}
         if new.get("rope_type", "default") != "default":
-            raise ValueError(f"config.json: rope_type={new['rope_type']!r}: model.py only knows 'default'")
+            raise ValueError(f"rope_parameters: rope_type={new['rope_type']!r}: model.py only knows 'default'")
         theta = new.get("rope_theta", hf.get(old))
         if hf.get(old) is not None and theta != hf[old]:
-            raise ValueError(f"config.json: {old}={hf[old]} but rope_parameters say {theta}: make them agree")
+            raise ValueError(f"{old}={hf[old]} but rope_parameters say {theta}: make them agree")
         if theta is not None:
             thetas[old] = float(theta)
     if "local_rope_theta" in hf and hf["local_rope_theta"] is None and not rope:
@@ -143,12 +157,12 @@ def _read_rope(hf):
     return thetas
 
 
-def _read_layer_types(kinds):
+def _read_layer_types(kinds, n_layers):
     """['full', 'sliding', 'sliding', 'full', ...] -> 3. Only the regular pattern exists in both spellings."""
     every = next((i for i in range(1, len(kinds)) if kinds[i] == "full_attention"), len(kinds))
     expected = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(len(kinds))]
-    if list(kinds) != expected:
-        raise ValueError(f"config.json: layer_types={kinds}: expected a full_attention layer every n layers, from 0")
+    if list(kinds) != expected or n_layers not in (None, len(kinds)):
+        raise ValueError(f"layer_types={kinds}: expected {n_layers} of them, a full_attention layer every n, from 0")
     return every
 
 
@@ -165,7 +179,7 @@ class Stream:
     is_causal: bool
     backend: str  # flash_attn | varlen_attn | sdpa
     rope: dict  # theta -> (cos, sin), each (total, 1, 1, head_dim / 2), fp32
-    local_mask: torch.Tensor | None  # what local layers must not see, for the backends that need it as a mask
+    local_mask: torch.Tensor | None  # what local layers must not see, added to their scores
 
 
 def rope_angles(cu_seqlens, total, head_dim, theta):
@@ -239,9 +253,9 @@ def global_attention(q, k, v, stream):
     """Every token sees its whole sequence. Sequences of one length are one batched call, ragged ones a call each:
     padding them together would cost more than twice as much."""
     total, heads, head_dim = q.shape
-    lengths = [n for n in stream.cu_seqlens.diff().tolist() if n > 0]
+    lengths = [n for n in stream.cu_seqlens.diff().tolist() if n > 0] or [0]
     if len(set(lengths)) == 1:
-        q, k, v = (x.view(len(lengths), -1, heads, head_dim).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.view(len(lengths), lengths[0], heads, head_dim).transpose(1, 2) for x in (q, k, v))
         return full_attention(q, k, v, stream.is_causal).transpose(1, 2).reshape(total, heads, head_dim)
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v)), strict=True)
     outs = [full_attention(*part, stream.is_causal) for part in parts]
@@ -251,9 +265,9 @@ def global_attention(q, k, v, stream):
 def full_attention(q, k, v, is_causal):
     """q, k, v (n, heads, T, head_dim), no padding -> the same shape."""
     length = q.shape[2]
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or length > 1024:
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or length > (512 if is_causal else 1024):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    # On CPUs with bf16 units two plain matrix products beat the fused kernel, as long as T x T scores fit the memory
+    # On CPUs with bf16 units plain matrix products beat the fused kernel, until it gains from skipping half the scores
     scores = (q * q.shape[3] ** -0.5) @ k.transpose(2, 3)
     if is_causal:
         scores.masked_fill_(torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1), -math.inf)
@@ -271,20 +285,20 @@ def local_attention(q, k, v, stream, window):
     n_blocks, block, n_keys = mask.shape
     side, tail = window // 2, n_blocks * block - total
 
-    def keys_of_blocks(x):  # (total, heads, head_dim) -> (n_blocks, heads, n_keys, head_dim)
-        x = F.pad(x, (0, 0, 0, 0, side, tail + side)).view(n_blocks + 1, block, heads, head_dim)
-        return torch.cat((x[:-1], x[1:, : n_keys - block]), dim=1).transpose(1, 2)
+    def keys_of_blocks(x):  # (total, heads, head_dim) -> (heads, n_blocks, n_keys, head_dim)
+        x = F.pad(x.transpose(0, 1), (0, 0, side, tail + side)).view(heads, n_blocks + 1, block, head_dim)
+        return torch.cat((x[:, :-1], x[:, 1:, : n_keys - block]), dim=2)
 
-    q = F.pad(q * head_dim**-0.5, (0, 0, 0, 0, 0, tail)).view(n_blocks, block, heads, head_dim).transpose(1, 2)
+    q = F.pad((q * head_dim**-0.5).transpose(0, 1), (0, 0, 0, tail)).view(heads, n_blocks, block, head_dim)
     scores = q @ keys_of_blocks(k).transpose(2, 3)
-    probs = scores.masked_fill_(mask[:, None], -math.inf).softmax(dim=-1)
+    probs = scores.add_(mask).softmax(dim=-1)
     out = probs.to(v.dtype) @ keys_of_blocks(v)
-    return out.transpose(1, 2).reshape(-1, heads, head_dim)[:total]
+    return out.view(heads, -1, head_dim)[:, :total].transpose(0, 1)
 
 
-def local_block_mask(cu_seqlens, total, window, is_causal):
-    """(n_blocks, block, n_keys) bool, True where a query must NOT see a key: too far, in another sequence, or later
-    when causal. Query r of block b is token b * block + r, key c is token b * block + c - side."""
+def local_block_mask(cu_seqlens, total, window, is_causal, dtype):
+    """(n_blocks, block, n_keys) to add to scores: -inf where a query must not see a key (too far, in another sequence,
+    or later when causal), else 0. Query r of block b is token b * block + r, key c is token b * block + c - side."""
     side = window // 2
     block, n_keys = 2 * side, (3 * side if is_causal else 4 * side)
     n_blocks = -(-total // block)
@@ -297,7 +311,8 @@ def local_block_mask(cu_seqlens, total, window, is_causal):
     far = distance.abs() > side
     if is_causal:
         far |= distance < 0
-    return far | (ids[:, side : side + block, None] != ids[:, None, :n_keys])
+    hidden = far | (ids[:, side : side + block, None] != ids[:, None, :n_keys])
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -374,13 +389,14 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
         self.final_norm = layer_norm(config)
 
-    def forward(self, tokens, stream):
-        """tokens (total,) -> the final norm's output (total, C) and the raw states after embeddings and each block."""
+    def forward(self, tokens, stream, output_hidden_states=False):
+        """tokens (total,) -> the final norm's output (total, C), and if asked for, the raw states after the embeddings
+        and each block: kept without need, they are most of the memory of inference."""
         x = self.embeddings(tokens)
         states = [x]
         for layer in self.layers:
             x = layer(x, stream)
-            states.append(x)
+            states = [*states, x] if output_hidden_states else None
         return self.final_norm(x), states
 
 
@@ -516,6 +532,8 @@ class ModernBERT(nn.Module):
         labels are compared with the output at their own position: CLM passes next_token_labels."""
         shape = input_ids.shape
         where = None  # flat index of each real token in a padded batch
+        if (input_ids.ndim == 2 and cu_seqlens is not None) or (input_ids.ndim == 1 and attention_mask is not None):
+            raise ValueError("expected (B, T) with attention_mask, or (total,) with cu_seqlens, not a mix of the two")
         if input_ids.ndim == 2:
             where, cu_seqlens = unpad(attention_mask, shape, input_ids.device)
             input_ids = input_ids.flatten()[where]
@@ -523,7 +541,7 @@ class ModernBERT(nn.Module):
         elif cu_seqlens is None:
             cu_seqlens = torch.tensor([0, len(input_ids)], dtype=torch.int32, device=input_ids.device)
         stream = self.make_stream(cu_seqlens, max_seqlen, len(input_ids), is_causal)
-        x, states = self.model(input_ids, stream)
+        x, states = self.model(input_ids, stream, output_hidden_states)
 
         def back(flat):  # to the caller's shape
             return flat if where is None else repad(flat, where, shape)
@@ -545,7 +563,9 @@ class ModernBERT(nn.Module):
         config, device = self.config, cu_seqlens.device
         dtype = compute_dtype(self.decoder.weight)
         backend = pick_backend(device, dtype) if self.backend == "auto" else self.backend
-        if max_seqlen is None:
+        if max_seqlen is None:  # the caller lets us look at the values
+            if cu_seqlens[0] != 0 or cu_seqlens[-1] != total:
+                raise ValueError(f"cu_seqlens={cu_seqlens.tolist()}: expected 0 first and {total} (all tokens) last")
             max_seqlen = int(cu_seqlens.diff().max())
         head_dim = config.hidden_size // config.num_attention_heads
         rope = {
@@ -554,7 +574,7 @@ class ModernBERT(nn.Module):
         }
         local_mask = None
         if backend == "sdpa" or (backend == "varlen_attn" and not _VARLEN_WINDOW):
-            local_mask = local_block_mask(cu_seqlens, total, config.local_attention, is_causal)
+            local_mask = local_block_mask(cu_seqlens, total, config.local_attention, is_causal, dtype)
         return Stream(cu_seqlens, max_seqlen, is_causal, backend, rope, local_mask)
 
     def resize_vocab(self, vocab_size):
@@ -572,13 +592,12 @@ class ModernBERT(nn.Module):
     def from_pretrained(cls, name, **overrides):
         """Load a directory or hub id in the hub's format. `overrides` change the config (attn_out_dropout=0.1).
         Raises ValueError or OSError with one line that says what is wrong."""
-        folder = find_checkpoint(name)
+        folder = find_checkpoint(str(name))
         try:
             config = ModernBERTConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{folder / 'config.json'}: not a readable config ({error})") from None
-        for key, value in overrides.items():
-            setattr(config, key, value)
+        except ValueError as error:  # JSON that cannot be decoded is one, too
+            raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        config = replace(config, **overrides)
         with torch.device("meta"):  # no time lost on random weights that the file replaces
             model = cls(config)
         weights = read_weights(folder)
@@ -624,6 +643,9 @@ def unpad(attention_mask, shape, device):
     """(B, T) mask -> flat indices of the real tokens, and cu_seqlens (B + 1,). No mask: every token is real."""
     if attention_mask is None:
         attention_mask = torch.ones(shape, dtype=torch.bool, device=device)
+    if attention_mask.shape != shape:
+        found = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask {found}: expected the shape of input_ids, {tuple(shape)}")
     mask = attention_mask.bool()
     edges = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]  # how many runs of tokens a row has
     if (edges > 1).any():

@@ -430,7 +430,7 @@ def test_phase_1_from_a_checkpoint_takes_weights_only(straight, data, tmp_path):
 
 
 def test_two_ranks_compute_what_one_process_computes(data, tmp_path):
-    """Accumulation under no_sync, uneven targets (some micro-batches have none), losses over all ranks, equal weights."""
+    """Accumulation under no_sync, uneven targets (some micro-batches have none), losses over ranks, equal weights."""
     script = tmp_path / "ranks.py"
     script.write_text(
         "import hashlib, os, sys, train\n"
