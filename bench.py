@@ -32,7 +32,16 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from configurator import configure
-from model import IGNORE, ModernBERT, ModernBERTConfig, default_device, default_dtype, next_token_labels, pick_backend
+from model import (
+    IGNORE,
+    ModernBERT,
+    ModernBERTConfig,
+    default_device,
+    default_dtype,
+    next_token_labels,
+    peak_tflops_of,
+    pick_backend,
+)
 
 # what is measured
 shape = "tiny"  # tiny: 6 layers x 256 | base: 22 x 768 | large: 28 x 1024 (P-102, P-103)
@@ -62,8 +71,6 @@ SHAPES = {
     "base": dict(hidden_size=768, num_hidden_layers=22, num_attention_heads=12, intermediate_size=1152),
     "large": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624),
 }
-# Dense bf16 TFLOP/s from the makers' data sheets
-PEAKS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "4090": 165}
 ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTORCH_CUDA_ALLOC_CONF")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 
@@ -363,8 +370,7 @@ def main():
     if memory_of:
         return print_own_peaks(where, amp_dtype)
 
-    known = torch.cuda.get_device_name(where) if where.type == "cuda" and amp_dtype == torch.bfloat16 else ""
-    peak = peak_tflops or next((value for key, value in PEAKS.items() if key in known), None)
+    peak = peak_tflops or (peak_tflops_of(where)[0] if amp_dtype == torch.bfloat16 else None)
     about = describe(where, amp_dtype, peak)
     what = "forward and backward" if backward else "forward only"
     print(f"{shape}, {tokens:,} tokens a step, {what}; ", end="")

@@ -19,10 +19,9 @@ import torch
 from matplotlib.figure import Figure  # no pyplot: a Figure renders through Agg and never opens a window
 from scipy.stats import t as student_t
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from configurator import configure
-from model import default_device, default_dtype, find_checkpoint, load_model
+from model import default_device, default_dtype, load_model, load_tokenizer
 
 model_a = None  # checkpoint directory or hub id
 model_b = None  # the model that model_a is compared with
@@ -34,9 +33,7 @@ seeds = (42, 43, 44)  # each seed draws its own sample of texts; the models stay
 max_len = 512  # tokens of each text that are read (P-505)
 batch_size = 8  # texts; for memory only: in float32 no result depends on it
 device = "auto"  # auto: cuda, else mps, else cpu
-dtype = (
-    "float32"  # of the forward pass (float64 after it): bfloat16 is faster, moves CKA by some 3e-4; auto: what is fast
-)
+dtype = "float32"  # of the forward pass, float64 after it; bfloat16 moves CKA by some 3e-4; auto: what is fast
 out_dir = "out/cka"  # where cka.json and the figure go
 
 
@@ -170,15 +167,6 @@ def read_documents(data_dir, max_len):
     return [[*doc[: min(len(doc), max_len) - 1].tolist(), eos] for doc in documents if len(doc) > 2]
 
 
-def load_tokenizer(setting, name):
-    """The tokenizer beside a checkpoint, or one line that says which setting named it."""
-    try:
-        return AutoTokenizer.from_pretrained(name if Path(name).is_dir() else find_checkpoint(name))
-    except Exception as error:  # transformers raises a dozen types that mean the same to the reader
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--{setting}={name}: no tokenizer there ({reason})")
-
-
 def read_pool(path, tokenizers, max_len):
     """All distinct texts at `path` as token ids, sorted, so that a sample depends on the texts and not on their order.
 
@@ -191,7 +179,7 @@ def read_pool(path, tokenizers, max_len):
             fail(f"{first_name} and {name} have different tokenizers: {wanted}")
     if path.is_dir():
         pool = read_documents(path, max_len)
-        if load_tokenizer("texts", path / "tokenizer").get_vocab() != first.get_vocab():
+        if load_tokenizer(path / "tokenizer", "texts").get_vocab() != first.get_vocab():
             fail(f"--texts={path}: not the tokenizer of {first_name}: prepare the texts with it")
     else:
         lines = read_texts(path)
@@ -292,7 +280,7 @@ def main():
     for setting, name in settings.items():
         if name is not None:
             named.setdefault(str(name), setting)
-    tokenizers = {name: load_tokenizer(setting, name) for name, setting in named.items()}
+    tokenizers = {name: load_tokenizer(name, setting) for name, setting in named.items()}
     pool = read_pool(Path(str(texts)), tokenizers, max_len)
 
     n, notes = min(n_texts, len(pool)), []

@@ -31,7 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 from configurator import configure
-from model import default_device, default_dtype, find_checkpoint, load_model
+from model import default_device, default_dtype, load_model, load_tokenizer
 
 model = None  # checkpoint directories or hub ids, separated by commas
 task = None  # jsonl file with text, label and split
@@ -317,15 +317,6 @@ def parse_seeds(text):
     if not found or len(set(found)) < len(found):
         fail(f"--seeds={text}: expected different seeds such as 42-44 or 42,43,44")
     return found
-
-
-def load_tokenizer(name):
-    """The tokenizer beside a checkpoint, or one line."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(find_checkpoint(name))
-    except Exception as error:  # transformers raises a dozen types that mean the same to the reader
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--model={name}: expected a checkpoint with its tokenizer ({reason})")
 
 
 def check_settings():

@@ -707,6 +707,17 @@ def load_model(name, setting="model", **overrides):
         raise SystemExit(f"--{setting}={error}") from None
 
 
+def load_tokenizer(name, setting="model"):
+    """The tokenizer beside a checkpoint, for scripts: what is wrong becomes one line and a non-zero exit."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name if Path(name).is_dir() else find_checkpoint(name))
+    except Exception as error:  # transformers raises a dozen types that mean the same to the reader
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SystemExit(f"--{setting}={name}: no tokenizer there ({reason})") from None
+
+
 def default_device():
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -724,6 +735,16 @@ def default_dtype(device):
         if any(getattr(torch.cpu, test, lambda: False)() for test in tests):
             return torch.bfloat16
     return torch.float32
+
+
+# Dense bf16 TFLOP/s from the makers' data sheets, for model FLOPs utilisation. A name is looked for in this order.
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121}
+
+
+def peak_tflops_of(device):
+    """(TFLOP/s, name of the GPU), or (None, "") on a CPU and an unknown GPU: there is no utilisation to tell."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+    return next(((peak, name) for key, peak in PEAK_TFLOPS.items() if key in name), (None, ""))
 
 
 def compute_dtype(tensor):

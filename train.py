@@ -43,6 +43,7 @@ from model import (
     default_dtype,
     load_model,
     next_token_labels,
+    peak_tflops_of,
     pick_backend,
 )
 
@@ -121,9 +122,6 @@ EVAL_MASK_PROB = 0.15  # ModernBERT's own evaluation rate
 IDENTITY = """objective phase1_tokens decay_tokens decay_objective mask_prob decay_mask_prob mask_special block_size
     global_batch mask_documents learning_rate warmup_tokens final_lr_fraction beta1 beta2 eps weight_decay grad_clip
     dropout freeze_layers freeze_phase freeze_mode seed data_seed""".split()
-
-# Dense bf16 TFLOP/s from the makers' data sheets, for MFU.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 
 def fail(message):
@@ -644,16 +642,12 @@ def print_step(event, last_step, seconds_left):
     )
 
 
-def peak_flops(machine):
-    """Peak bf16 FLOP/s of all ranks' devices together, or None: on a CPU and an unknown GPU there is no MFU to tell."""
-    name = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
-    peak = peak_tflops or next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
-    return peak and peak * 1e12 * machine.world_size
-
-
 def train(plan, manifest, tokens, model, folder, state, machine):
     """-> exit code: 0, or 128 + the number of the signal that stopped the run."""
-    phases, master, peak = plan["phases"], machine.rank == 0, peak_flops(machine)
+    phases, master = plan["phases"], machine.rank == 0
+    peak, gpu_name = (peak_tflops, "--peak_tflops") if peak_tflops else peak_tflops_of(machine.device)
+    if peak and master:
+        print(f"mfu is the share of {peak:g} TFLOP/s ({gpu_name}) on each device")
     optimizer = make_optimizer(model)
     place = restore(state, folder, plan, model, optimizer, machine.rank)
     if place.phase == len(phases):
@@ -727,9 +721,10 @@ def train(plan, manifest, tokens, model, folder, state, machine):
             seconds, seen = time.perf_counter() - began, place.step * plan["tokens_per_step"]
             pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
             speed = plan["tokens_per_step"] / seconds
+            flops = speed * phase["flops_per_token"] / machine.world_size
             event |= {"phase": place.phase + 1, "phase_name": phase["name"], "objective": phase["objective"],
                       "step": place.step, "phase_step": place.phase_step, "tokens": seen, "tok_per_s": speed,
-                      "mfu": speed * phase["flops_per_token"] / peak if peak else None, "rows_hash": rows}
+                      "mfu": flops / (peak * 1e12) if peak else None, "rows_hash": rows}
             done = place.phase_step == phase["steps"]
             if master:
                 log.write(kind="step", **event)

@@ -32,6 +32,15 @@ TINY = """--vocab_size=320 --hidden_size=32 --num_hidden_layers=4 --num_attentio
     --device=cpu --dtype=float32""".split()  # 512 tokens a step: 10 steps of phase 1, 4 of them warmup, then 6 of decay
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As in the processes that `launch` starts: another number of threads adds up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def restore_settings():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
