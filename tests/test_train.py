@@ -419,7 +419,7 @@ def test_a_decay_without_optimizer_state_is_refused(straight, data, tmp_path):
     args = (f"--data_dir={data}", f"--init_from={tmp_path}/bare", "--phase1_tokens=0", f"--out_dir={tmp_path}/out")
     assert "--keep_optimizer=False" in error_of(*args)
     assert not (tmp_path / "out" / "log.jsonl").exists() or not events(tmp_path / "out")
-    assert run(*args, "--keep_optimizer=False", "--overwrite=True") == 0
+    assert run(*args, "--keep_optimizer=False") == 0
     state = torch.load(tmp_path / "out/final/train_state.pt", weights_only=True)
     assert {s["step"].item() for s in state["optimizer"].values()} == {6.0}
 
