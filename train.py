@@ -765,7 +765,8 @@ def main():
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
     fresh = init_from != "resume"
-    old_run = [*Path(out_dir).glob("*/train_state.pt"), *(f for f in Path(out_dir).glob("log.jsonl") if f.stat().st_size)]
+    logs = [file for file in Path(out_dir).glob("log.jsonl") if file.stat().st_size]
+    old_run = [*Path(out_dir).glob("*/train_state.pt"), *logs]
     if fresh and old_run and not overwrite:
         fail(f"--out_dir={out_dir}: already holds a run; continue it with --init_from=resume, choose another out_dir, "
              "or throw it away with --overwrite=True")
