@@ -42,7 +42,7 @@ lint: .venv/installed
 	$(PY) -m ruff check .
 
 bench: .venv/installed
-	$(PY) bench.py
+	$(PY) bench.py --repeats=3
 
 clean:
 	rm -rf out/demo .pytest_cache .ruff_cache __pycache__ */__pycache__
