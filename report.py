@@ -53,6 +53,7 @@ def read_run(folder, missing):
             events = [old for old in events if old["step"] < event["step"]]
         events.append(event)
     steps, evals = ([event for event in events if event["kind"] == kind] for kind in ("step", "eval"))
+    evals = [event for event in evals if event["val_mlm"] is not None]  # null where the tokenizer has no mask token
     return {"name": folder.name, "plan": plan[0], "steps": steps, "evals": evals} if plan and steps else None
 
 

@@ -41,10 +41,13 @@ from model import (
     ModernBERTConfig,
     default_device,
     default_dtype,
+    find_checkpoint,
+    flash_attn_varlen_func,
     load_model,
     next_token_labels,
     peak_tflops_of,
     pick_backend,
+    varlen_attn,
 )
 
 # the run
@@ -82,7 +85,7 @@ grad_clip = 0.0  # maximal gradient norm; 0 = off, P-211
 dropout = 0.1  # on the attention output, P-105; 0 makes runs independent of the number of ranks to the last digits
 
 # freezing (paper §3.3)
-freeze_layers = ""  # e.g. 0-7 or 0-3,9,embeddings; counts from 0, ends included
+freeze_layers = ""  # e.g. 0-7 or 0-3,9,embeddings (with the tied decoder matrix); from 0, ends included
 freeze_phase = "both"  # phase1 | decay | both
 freeze_mode = "skip"  # skip = weights stay bit-identical | zero_grad = the paper's words, which do not keep them
 
@@ -164,6 +167,8 @@ def find_machine():
         fail("--device=cuda: PyTorch sees no GPU here; use --device=cpu, or install a CUDA build of torch")
     where = default_device() if device == "auto" else torch.device(device)
     if where.type == "cuda":
+        if local_rank >= torch.cuda.device_count():  # said by that rank itself: rank 0 has its GPU
+            raise SystemExit(f"train.py: --nproc_per_node: expected one rank a GPU, there is no GPU {local_rank} here")
         where = torch.device("cuda", local_rank)
         torch.cuda.set_device(where)
     kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
@@ -256,6 +261,11 @@ def make_plan(config, machine):
     """The resolved run as plain data: printed by --dry_run, stored as plan.json."""
     phases = make_phases()
     parse_layers(freeze_layers, config.num_hidden_layers)
+    kernels = {"flash_attn": flash_attn_varlen_func, "varlen_attn": varlen_attn}
+    half = machine.device.type == "cuda" and machine.dtype == torch.bfloat16
+    if attention in kernels and not (half and kernels[attention]):
+        what = "a CUDA device, bfloat16 and that package, or --attention=auto, which takes what fits"
+        fail(f"--attention={attention}: expected {what}")
     with torch.device("meta"):  # the shape alone, no memory
         shape = ModernBERT(config)
     parameters = sum(p.numel() for p in shape.parameters())
@@ -303,6 +313,8 @@ def describe(plan, n_rows):
     ranks = f"{plan['world_size']} ranks x {plan['grad_accum']} micro-batches x {plan['micro_batch']} rows"
     print(f"{plan['tokens_per_step']:,} tokens a step = {ranks} x {block_size}")
     for phase in plan["phases"]:
+        if phase["warmup_steps"] > phase["steps"]:
+            print(f"note: --warmup_tokens={warmup_tokens} is longer than phase 1, which never reaches the peak")
         rate = f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else ""
         frozen = f", frozen ({freeze_mode}): {phase['frozen']}" if phase["frozen"] else ""
         passes = phase["steps"] * global_batch / n_rows
@@ -499,11 +511,15 @@ def save_checkpoint(name, model, optimizer, place, plan):
     except Exception as error:  # OSError, or the words that safetensors and torch have for a full disk
         shutil.rmtree(part, ignore_errors=True)
         fail(f"--out_dir={out_dir}: checkpoint {name} was not written ({error}); make room, then --init_from=resume")
-    shutil.rmtree(target, ignore_errors=True)
+    old = Path(out_dir) / f".{name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
     os.replace(part, target)
+    shutil.rmtree(old, ignore_errors=True)
     rolling = sorted(Path(out_dir).glob("step_*"))
     for old in rolling[:-keep_ckpts] if keep_ckpts else []:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     print(f"saved {target}")
 
 
@@ -515,7 +531,8 @@ def read_state(folder):
         return None
     except Exception as error:
         reason = str(error).split("\n")[0][:100]
-        fail(f"--init_from={folder}: train_state.pt is damaged ({reason}); start from another checkpoint")
+        fail(f"--init_from={folder}: train_state.pt is damaged ({reason}); move that directory away and resume, "
+             "or start from another checkpoint")
 
 
 def newest_checkpoint():
@@ -533,6 +550,7 @@ def start_model(manifest, machine):
         return ModernBERT(scratch_config(manifest["tokenizer"])).to(machine.device), None, None
     folder = newest_checkpoint() if init_from == "resume" else init_from
     model = load_model(folder, setting="init_from", attn_out_dropout=dropout).to(machine.device)
+    folder = find_checkpoint(str(folder))  # a hub id -> where it was downloaded to
     files = Path(folder) / "tokenizer.json", Path(data_dir) / "tokenizer" / "tokenizer.json"
     if all(file.is_file() for file in files):  # token ids mean nothing to a model of another vocabulary
         ours, theirs = (json.loads(file.read_text("utf-8"))["model"].get("vocab") for file in files)
@@ -540,6 +558,14 @@ def start_model(manifest, machine):
             fail(f"--data_dir={data_dir}: tokenized with another vocabulary than that of --init_from={folder}; prepare "
                  f"the data again with --tokenizer={folder}")
     return model, folder, read_state(folder)
+
+
+def check_tokenizer(names, phases):
+    """Does the data's tokenizer have the tokens that the run needs?"""
+    if names["mask_token_id"] is None and any(phase["objective"] == "mlm" for phase in phases):
+        fail(f"--data_dir={data_dir}: its tokenizer has no mask token; expected --objective=clm with --decay_tokens=0")
+    if mask_documents and names["eos_token_id"] is None:
+        fail(f"--mask_documents=True: the tokenizer of {data_dir} has no token that ends a document")
 
 
 def scratch_config(ids):
@@ -553,14 +579,16 @@ def scratch_config(ids):
         fail(f"--{error}")
 
 
+def branches_off():
+    """Is this run a decay of its own, from a checkpoint of another run (Table 7)?"""
+    return init_from not in ("resume", "scratch") and phase1_tokens == 0
+
+
 def restore(state, folder, plan, model, optimizer, rank):
     """Where does this run begin? A fresh one: at the start. A resumed one: where it stopped. A decay that branches off
     (phase1_tokens=0): at the start of its own schedule, with the optimizer and the place in the data of the checkpoint
     (P-207, P-312). Fills the optimizer's moments. -> Place"""
-    resume, branch = init_from == "resume", init_from not in ("resume", "scratch") and phase1_tokens == 0
-    if branch and keep_optimizer and not (state and state["optimizer"]):
-        fail(f"--init_from={init_from}: a decay (phase1_tokens=0) continues the optimizer of phase 1, and there is no "
-             "train_state.pt; use a checkpoint of train.py, or start afresh with --keep_optimizer=False")
+    resume, branch = init_from == "resume", branches_off()
     if not state or not (resume or branch):
         return Place()
     changed = [
@@ -651,12 +679,14 @@ def train(plan, manifest, tokens, model, folder, state, machine):
     optimizer = make_optimizer(model)
     place = restore(state, folder, plan, model, optimizer, machine.rank)
     if place.phase == len(phases):
-        print(f"{folder}: this run is finished, nothing is left to do")
+        if master:
+            print(f"{folder}: this run is finished, nothing is left to do")
         return 0
     last_step = place.step + sum(p["steps"] for p in phases[place.phase :]) - place.phase_step
 
     model.backend = plan["attention"]
     if compile:
+        torch._dynamo.config.recompile_limit = 64  # 3 kinds of block x causal or not x train or eval, beyond its 8
         for layer in model.model.layers:
             layer.compile()  # in place: no new module, no prefix in the names
     gpu = [machine.device.index] if machine.device.type == "cuda" else None
@@ -664,8 +694,15 @@ def train(plan, manifest, tokens, model, folder, state, machine):
     log = Log(plan, place.step) if master else None
     loader = ThreadPoolExecutor(max_workers=1)  # reads and masks the next step while this one computes
     signals = []  # those that asked us to stop
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        if master:
+            os.write(2, b"stopping after this step; once more to stop now, without saving\n")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
 
     def save(name):
         if master:
@@ -675,11 +712,13 @@ def train(plan, manifest, tokens, model, folder, state, machine):
 
     def hold_out(phase):
         if eval_rows:
-            mlm = evaluate(model, tokens["val"], "mlm", manifest, machine)
+            maskable = manifest["tokenizer"]["mask_token_id"] is not None
+            mlm = evaluate(model, tokens["val"], "mlm", manifest, machine) if maskable else None
             causal = phase["objective"] == "clm"
             clm = evaluate(model, tokens["val"], "clm", manifest, machine) if causal else None
             if master:
-                print(f"held out: mlm loss {mlm:.4f}" + (f", clm loss {clm:.4f}" if causal else ""))
+                losses = {"mlm": mlm, "clm": clm}.items()
+                print("held out: " + ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses if loss is not None))
                 seen = place.step * plan["tokens_per_step"]
                 log.write(kind="eval", phase_name=phase["name"], step=place.step, tokens=seen, val_mlm=mlm, val_clm=clm)
 
@@ -712,7 +751,13 @@ def train(plan, manifest, tokens, model, folder, state, machine):
             request = (phase, machine, manifest)
             batches, targets, rows = ahead.result() if ahead else load_step(tokens["train"], place.samples, *request)
             ahead = loader.submit(load_step, tokens["train"], place.samples + global_batch, *request)
-            targets, stopping = machine.sum(targets, len(signals))  # all ranks stop after the same step
+            targets, stopping = machine.sum(targets, len(signals))  # all ranks stop before the same step
+            if stopping:  # at once: torchrun kills its workers 30 s after it has passed a signal on
+                save(f"step_{place.step:08d}")
+                loader.shutdown(cancel_futures=True)
+                if master:
+                    print(f"stopped by a signal after step {place.step}; go on with --init_from=resume", flush=True)
+                return 128 + (signals or [signal.SIGTERM])[0]
             event = take_step(phase, batches, int(targets))
             place.step += 1
             place.phase_step += 1
@@ -732,13 +777,8 @@ def train(plan, manifest, tokens, model, folder, state, machine):
                     print_step(event, last_step, pace * (last_step - place.step))
             if done or crosses(eval_every_tokens, seen, plan["tokens_per_step"]):
                 hold_out(phase)
-            if stopping or (not done and crosses(ckpt_every_tokens, seen, plan["tokens_per_step"])):
+            if not done and crosses(ckpt_every_tokens, seen, plan["tokens_per_step"]):
                 save(f"step_{place.step:08d}")
-            if stopping:
-                loader.shutdown(cancel_futures=True)
-                if master:
-                    print(f"stopped by a signal after step {place.step}; go on with --init_from=resume", flush=True)
-                return 128 + (signals or [signal.SIGTERM])[0]
         place.phase, place.phase_step = place.phase + 1, 0
         save("final" if place.phase == len(phases) else phase["name"])
     loader.shutdown(cancel_futures=True)
@@ -752,30 +792,42 @@ def crosses(every, seen, tokens_per_step):
 
 def main():
     global out_dir
-    out_dir = out_dir.format(objective=objective, seed=seed)
+    out_dir = out_dir.replace("{objective}", objective).replace("{seed}", str(seed))
+    check_settings(int(os.environ.get("WORLD_SIZE", 1)))
     machine = find_machine()
-    check_settings(machine.world_size)
     if dry_run:
         file = Path(init_from) / "config.json"
-        local = file.is_file()  # a hub id's shape is in the settings: nothing is downloaded
-        config = ModernBERTConfig.from_dict(json.loads(file.read_text("utf-8"))) if local else scratch_config({})
-        print(json.dumps(make_plan(config, machine), indent=2))
+        try:  # a hub id's shape is in the settings: nothing is downloaded
+            config = ModernBERTConfig.from_dict(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        except ValueError as error:
+            fail(f"--init_from={init_from}: config.json: {error}")
+        plan = make_plan(config or scratch_config({}), machine)
+        if machine.rank == 0:
+            print(json.dumps(plan, indent=2))
         return 0
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
     fresh = init_from != "resume"
-    logs = [file for file in Path(out_dir).glob("log.jsonl") if file.stat().st_size]
-    old_run = [*Path(out_dir).glob("*/train_state.pt"), *logs]
+    patterns = ("step_*/train_state.pt", "phase1/train_state.pt", "final/train_state.pt", "log.jsonl")
+    old_run = [file for pattern in patterns for file in Path(out_dir).glob(pattern) if file.stat().st_size]
     if fresh and old_run and not overwrite:
         fail(f"--out_dir={out_dir}: already holds a run; continue it with --init_from=resume, choose another out_dir, "
              "or throw it away with --overwrite=True")
+    if fresh and old_run and Path(out_dir).resolve() in Path(init_from).resolve().parents:
+        fail(f"--init_from={init_from}: lies in the run that --overwrite=True would throw away; choose another out_dir")
     manifest, tokens = load_data(data_dir)
     model, folder, state = start_model(manifest, machine)
     if manifest["tokenizer"]["vocab_size"] > model.config.vocab_size:
         fail(f"--data_dir={data_dir}: its tokenizer has {manifest['tokenizer']['vocab_size']} tokens, the model only "
              f"{model.config.vocab_size}; prepare it with the model's own tokenizer, or set --vocab_size")
     plan = make_plan(model.config, machine) | {"data": manifest["splits"]["train"]["sha256"]}
+    check_tokenizer(manifest["tokenizer"], plan["phases"])
+    if branches_off() and keep_optimizer and not (state and state["optimizer"]):
+        fail(f"--init_from={init_from}: a decay (phase1_tokens=0) continues the optimizer of phase 1, and there is no "
+             "train_state.pt; use a checkpoint of train.py, or start afresh with --keep_optimizer=False")
+    if machine.world_size > 1:
+        dist.barrier()  # all have read what they need before rank 0 tidies up
     if machine.rank == 0:
         if fresh:
             for old in old_run:

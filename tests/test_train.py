@@ -43,7 +43,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def restore_settings():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     vars(train).update(DEFAULTS)
     for number, handler in handlers.items():
@@ -572,6 +572,9 @@ def test_weights_that_blow_up_stop_the_run_before_they_are_saved(data, tmp_path,
     "args, words",
     [
         (["--objective=mml"], "--objective=mml: expected one of clm, mlm"),
+        (["--dtype=bf16"], "--dtype=bf16: expected one of auto"),
+        (["--device=gpu"], "--device=gpu: expected one of auto"),
+        (["--attention=flash_attn"], "--attention=flash_attn: expected a CUDA device"),
         (["--mask_prob=30"], "--mask_prob=30.0: expected a share"),
         (["--freeze_layers=0-9"], "--freeze_layers=0-9"),
         (["--global_batch=0"], "--global_batch=0: expected"),
@@ -629,3 +632,28 @@ def test_progress_line_tells_the_time_left(straight, data, tmp_path, capsys):
     assert re.search(
         r"phase1 clm  step 1/2  loss +\d+\.\d+  grad +\S+  lr \S+  +\S+k tok/s  mfu +\S+%  left 0:00:0\d", line
     )
+
+
+def test_overwrite_never_deletes_what_it_starts_from_nor_what_is_not_its_own(straight, data, tmp_path):
+    import shutil
+
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.copytree(straight / "final", tmp_path / "run" / "best")
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--overwrite=True", "--phase1_tokens=512")
+    args += ("--decay_tokens=0",)
+    assert "lies in the run" in error_of(*args, f"--init_from={tmp_path}/run/phase1")
+    assert run(*args) == 0
+    assert (tmp_path / "run/best/model.safetensors").exists() and not (tmp_path / "run/phase1").exists()
+
+
+def test_a_tokenizer_without_a_mask_can_do_clm_alone(data, tmp_path):
+    import shutil
+
+    shutil.copytree(data, tmp_path / "data")
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["tokenizer"]["mask_token_id"] = None
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
+    args = (f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out", "--phase1_tokens=1024")
+    assert "no mask token" in error_of(*args)
+    assert run(*args, "--decay_tokens=0") == 0
+    assert [e["val_mlm"] for e in events(tmp_path / "out", "eval")] == [None, None]
