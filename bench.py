@@ -13,7 +13,10 @@ weights, data and targets, and the table shows their losses. On ragged batches o
 A variant is "ours mlm", "ours clm", or "theirs mlm" / "theirs clm" with an attention of transformers (sdpa, eager,
 flash_attention_2). MLM computes logits where there is a target, on both sides; with "all-logits" at the end everywhere,
 which is transformers' default. "theirs clm" is ModernBertDecoder, which has the same shape but always all logits.
+"ours mlm recompute" keeps only the inputs of the blocks (activation checkpointing). "loss mlm" and "loss clm" are the
+vocabulary and the cross-entropy alone, next to "loss clm all-logits", PyTorch's own way.
 
+Ours is compared with the best of transformers' variants, "recompute" with ours without it, the loss with all-logits.
 Prints a table and writes it as JSON. Only the ratios mean something on another machine.
 """
 
@@ -38,6 +41,7 @@ from model import (
     ModernBERTConfig,
     default_device,
     default_dtype,
+    linear_cross_entropy,
     next_token_labels,
     peak_tflops_of,
     pick_backend,
@@ -52,7 +56,7 @@ mask_prob = 0.30  # share of the tokens that are MLM targets (P-202)
 backward = True  # False: forward pass and loss only, without gradients
 vocab_size = 50368  # of ModernBERT; 32768 is ModernCamemBERT's
 global_every = 3  # every n-th layer is global (P-105); 1000: what if all but the first were local
-compile = False  # torch.compile for both sides
+compile = False  # torch.compile for both sides, ours block by block
 
 # how
 device = "auto"  # auto | cpu | cuda | mps
@@ -98,11 +102,11 @@ def check_settings():
         if case != "ragged" and not (str(case).isdigit() and 0 < int(case) <= tokens and tokens % int(case) == 0):
             fail(f"--cases: {case!r}: expected 'ragged' or a row length that divides tokens={tokens}")
     for variant in variants:
-        words = variant.split()
-        good = words[:1] in (["ours"], ["theirs"]) and words[1:2] in (["mlm"], ["clm"])
-        rest = words[2:] if words[:1] == ["ours"] else words[3:]
-        good = good and rest in ([], ["all-logits"]) and (words[0] == "ours" or words[2:3] and words[2] in ATTENTIONS)
-        if not good:
+        who, objective, *rest = variant.split() + [""] * (2 - len(variant.split()))
+        if who == "theirs" and (rest or [""]).pop(0) not in ATTENTIONS:
+            who = "theirs, without an attention"
+        more = {"ours": ("all-logits", "recompute"), "theirs": ("all-logits",), "loss": ("all-logits",)}
+        if who not in more or objective not in ("mlm", "clm") or len(rest) > 1 or not {*rest} <= {*more[who]}:
             fail(f"--variants: {variant!r}: expected 'ours mlm', 'theirs clm eager', 'theirs mlm sdpa all-logits', ...")
 
 
@@ -131,10 +135,14 @@ def make_batch(case, where):
     def pad(x, value):
         return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True, padding_value=value).to(where)
 
+    n_targets = {"mlm": int(masked.sum()), "clm": tokens - len(lengths)}
+    width = SHAPES[shape]["hidden_size"]
+    hidden = {k: torch.randn(n, width, generator=generator).to(where).requires_grad_() for k, n in n_targets.items()}
     return {
         "case": "ragged" if case == "ragged" else f"{len(lengths)} x {case}",
         "lengths": lengths,
-        "n_targets": {"mlm": int(masked.sum()), "clm": tokens - len(lengths)},
+        "n_targets": n_targets,
+        "hidden": hidden,  # what the loss alone is measured on
         "flat": flat.to(where),
         "cu_seqlens": cu_seqlens.to(where),
         "mlm": labels.to(where),
@@ -151,7 +159,7 @@ def make_model(who, objective, where):
     torch.manual_seed(seed)
     config = make_config()
     ours = ModernBERT(config)
-    if who == "ours":
+    if who != "theirs":
         net = ours
     else:
         import transformers  # only here: a process that measures our memory should not hold it
@@ -164,7 +172,11 @@ def make_model(who, objective, where):
             settings.update(bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0)  # None is not allowed
             net = transformers.ModernBertDecoderForCausalLM(transformers.ModernBertDecoderConfig(**settings))
     net = net.to(where).train()
-    return torch.compile(net) if compile else net
+    if compile and who == "theirs":
+        net.compile()
+    elif compile:
+        net.compile_blocks()
+    return net
 
 
 def run_step(variant, net, batch, amp_dtype):
@@ -179,7 +191,15 @@ def run_step(variant, net, batch, amp_dtype):
             more = {"use_cache": False} if objective == "clm" else {}
             labels = batch["row_labels"][objective]
             loss = net(input_ids=batch["rows"], attention_mask=batch["mask"], labels=labels, **more).loss
+        elif who == "loss":
+            hidden, targets = batch["hidden"][objective], batch[objective][batch[objective] != IGNORE]
+            weight, bias = net.decoder.weight, net.decoder.bias
+            if all_logits:
+                loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)
+            else:
+                loss = linear_cross_entropy(hidden, weight, bias, targets) / len(targets)
         else:
+            net.model.recompute = "recompute" in rest
             labels, n_targets = batch[objective], batch["n_targets"][objective]
             how = dict(is_causal=objective == "clm", cu_seqlens=batch["cu_seqlens"], max_seqlen=max(batch["lengths"]))
             if all_logits:
@@ -200,12 +220,15 @@ def synchronize(where):
         torch.mps.synchronize()
 
 
-def step_flops(objective, batch):
+def step_flops(variant, batch):
     """Useful operations of a step: those of the real tokens, and of the logits that have a target (A-21)."""
     with torch.device("meta"):
         net = ModernBERT(make_config())
+    who, objective = variant.split()[:2]
     share = batch["n_targets"][objective] / tokens
     flops = sum(n * net.flops_per_token(n, objective == "clm", share) for n in batch["lengths"])
+    if who == "loss":
+        flops = 6 * batch["n_targets"][objective] * net.decoder.weight.numel()
     return flops if backward else flops / 3
 
 
@@ -264,7 +287,7 @@ def measure(where, amp_dtype):
     nets = {}
     for variant in variants:
         who, objective = variant.split()[:2]
-        key = who if who == "ours" else f"{who} {objective}"
+        key = f"{who} {objective}" if who == "theirs" else "ours"
         nets[variant] = nets[key] = nets.get(key) or make_model(who, objective, where)
     for case in cases:
         batch = make_batch(case, where)
@@ -288,13 +311,14 @@ def measure(where, amp_dtype):
                 here[variant]["loss"] = loss.item()
                 bar.update()
         for variant, row in here.items():
-            row["flops"] = step_flops(variant.split()[1], batch)
+            row["flops"] = step_flops(variant, batch)
     bar.close()
     return rows
 
 
 def add_ratios(rows, peak):
-    """Speeds, and each of ours over the best of transformers in the same case and objective."""
+    """Speeds, and each of ours over the best of transformers in the same case and objective; a part of ours, over what
+    it replaces."""
     for row in rows:
         seconds = statistics.median(row["seconds"])
         row["tokens_per_s"] = tokens / seconds
@@ -302,18 +326,22 @@ def add_ratios(rows, peak):
         row["tflops"] = row["flops"] / seconds / 1e12
         row["mfu"] = row["tflops"] / peak if peak else None
     for row in rows:
-        who, objective = row["variant"].split()[:2]
-        rivals = [r for r in rows if r["case"] == row["case"] and r["variant"].startswith(f"theirs {objective}")]
-        if who == "ours" and rivals:
+        who, objective, *rest = row["variant"].split()
+        rival = f"theirs {objective}"
+        if who != "ours" or rest == ["recompute"]:
+            rival = {"ours": f"ours {objective}$", "loss": f"loss {objective} all-logits"}.get(who)
+        same_case = [r for r in rows if r["case"] == row["case"] and r is not row]
+        rivals = [r for r in same_case if rival and (r["variant"] + "$").startswith(rival)]
+        if rivals:
             best = max(rivals, key=lambda r: r["tokens_per_s"])
-            row["ratio"], row["best_of_theirs"] = row["tokens_per_s"] / best["tokens_per_s"], best["variant"]
+            row["ratio"], row["compared_with"] = row["tokens_per_s"] / best["tokens_per_s"], best["variant"]
             if isinstance(row.get("peak_bytes"), int) and isinstance(best.get("peak_bytes"), int):
                 row["memory_ratio"] = row["peak_bytes"] / max(1, best["peak_bytes"])
 
 
 def table(rows):
     """Lined-up columns: tokens/s as median (min ... max), ours over the best of theirs, memory of a step."""
-    head = "case, variant, tokens/s, (min ... max), ours/theirs, peak MB, ours/theirs, TFLOP/s, MFU, loss".split(", ")
+    head = "case, variant, tokens/s, (min ... max), ratio, peak MB, ratio, TFLOP/s, MFU, loss".split(", ")
     lines = [head]
     for row in rows:
         peak = row.get("peak_bytes")

@@ -1,8 +1,8 @@
 """
 ModernBERT from scratch, with a switch that makes it causal.
 
-Read it top to bottom: configuration, rotary embedding, attention, the blocks, the loss, the model, the way in
-and out of Hugging Face checkpoints. Three ideas carry the file:
+Read it top to bottom: configuration, rotary embedding, attention, the blocks, the loss, the model. How the hub spells
+its files is in checkpoint.py. Three ideas carry this one:
 
 1. Inside the model there is no batch and no padding. `tokens` is one flat stream (total,) and `cu_seqlens`
    (n_sequences + 1,) says where each sequence starts: [0, 5, 12] is a sequence of 5 tokens, then one of 7.
@@ -30,7 +30,10 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+
+from checkpoint import find_checkpoint, fit_weights, hub_config, read_config, read_weights
 
 try:  # optional, CUDA only: the fastest kernels (requirements-gpu.txt)
     from flash_attn import flash_attn_varlen_func
@@ -91,79 +94,12 @@ class ModernBERTConfig:
 
     @classmethod
     def from_dict(cls, hf):
-        """Read a hub config.json, as written by transformers 4 (`global_rope_theta`) or 5 (`rope_parameters`)."""
-        if not isinstance(hf, dict):
-            raise ValueError("expected a JSON object")
-        if hf.get("model_type") != "modernbert":
-            raise ValueError(f"model_type={hf.get('model_type')!r}: expected 'modernbert'")
-        for key, only in _FIXED.items():  # settings of the hub's class that no ModernBERT checkpoint uses
-            if hf.get(key, only) != only:
-                raise ValueError(f"{key}={hf[key]!r}: model.py only knows {key}={only!r}")
-        known = {k: v for k, v in hf.items() if k in cls.__dataclass_fields__}
-        for key in ("attn_out_dropout", "global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"):
-            if known.get(key) is None:
-                known.pop(key, None)
-        known.pop("attn_out_dropout", None)
-        known.update(_read_rope(hf))
-        if hf.get("layer_types"):
-            known["global_attn_every_n_layers"] = _read_layer_types(hf["layer_types"], hf.get("num_hidden_layers"))
-        return cls(**known)
+        """Read a hub config.json, as transformers 4 or 5 wrote it."""
+        return cls(**read_config(hf, cls.__dataclass_fields__))
 
     def to_dict(self):
-        """The hub's config.json in both spellings: transformers 4 ignores the new keys and would fall back to default
-        thetas without the old ones; transformers 5 accepts both."""
-        layers = ["full_attention" if self.is_global(i) else "sliding_attention" for i in range(self.num_hidden_layers)]
-        rope = {"full_attention": self.global_rope_theta, "sliding_attention": self.local_rope_theta}
-        hf = {"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", **_FIXED, **asdict(self)}
-        del hf["attn_out_dropout"]
-        hf.update(bos_token_id=self.cls_token_id, eos_token_id=self.sep_token_id, classifier_pooling="mean")
-        hf["layer_types"] = layers
-        hf["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in rope.items()}
-        return hf
-
-
-# What model.py computes, in the hub's words; a checkpoint that says otherwise is refused instead of misread.
-_FIXED = {
-    "hidden_activation": "gelu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "norm_bias": False,
-    "decoder_bias": True,
-    "classifier_activation": "gelu",
-    "classifier_bias": False,
-    "tie_word_embeddings": True,
-    "attention_dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "mlp_dropout": 0.0,
-}
-
-
-def _read_rope(hf):
-    rope = hf.get("rope_parameters") or {}
-    if not rope.keys() <= {"full_attention", "sliding_attention"}:
-        raise ValueError(f"rope_parameters={rope}: expected full_attention and sliding_attention")
-    thetas = {}
-    for kind, old in (("full_attention", "global_rope_theta"), ("sliding_attention", "local_rope_theta")):
-        new = rope.get(kind) or {}
-        if new.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_parameters: rope_type={new['rope_type']!r}: model.py only knows 'default'")
-        theta = new.get("rope_theta", hf.get(old))
-        if hf.get(old) is not None and theta != hf[old]:
-            raise ValueError(f"{old}={hf[old]} but rope_parameters say {theta}: make them agree")
-        if theta is not None:
-            thetas[old] = float(theta)
-    if "local_rope_theta" in hf and hf["local_rope_theta"] is None and not rope:
-        thetas["local_rope_theta"] = thetas.get("global_rope_theta", 160000.0)  # transformers 4: null = the global one
-    return thetas
-
-
-def _read_layer_types(kinds, n_layers):
-    """['full', 'sliding', 'sliding', 'full', ...] -> 3. Only the regular pattern exists in both spellings."""
-    every = next((i for i in range(1, len(kinds)) if kinds[i] == "full_attention"), len(kinds))
-    expected = ["full_attention" if i % every == 0 else "sliding_attention" for i in range(len(kinds))]
-    if list(kinds) != expected or n_layers not in (None, len(kinds)):
-        raise ValueError(f"layer_types={kinds}: expected {n_layers} of them, a full_attention layer every n, from 0")
-    return every
+        """The hub's config.json, for transformers 4 and 5."""
+        return hub_config(asdict(self))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -388,6 +324,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
         self.final_norm = layer_norm(config)
+        self.recompute = False  # activation checkpointing: much less memory in training, up to a third more time
 
     def forward(self, tokens, stream, output_hidden_states=False):
         """tokens (total,) -> the final norm's output (total, C), and if asked for, the raw states after the embeddings
@@ -395,7 +332,10 @@ class Encoder(nn.Module):
         x = self.embeddings(tokens)
         states = [x]
         for layer in self.layers:
-            x = layer(x, stream)
+            if self.recompute and torch.is_grad_enabled():  # keep the input of a block, run it again in backward
+                x = checkpoint(layer, x, stream, use_reentrant=False)
+            else:
+                x = layer(x, stream)
             states = [*states, x] if output_hidden_states else None
         return self.final_norm(x), states
 
@@ -436,7 +376,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if with_grad else None
         d_weight = torch.zeros_like(weight) if with_grad else None
         d_bias = torch.zeros_like(bias) if with_grad else None
-        chunk = max(128, 2**25 // weight.shape[0])  # about 32 million logits at a time
+        n_words, on_cpu = weight.shape[0], weight.device.type == "cpu"
+        chunk = max(128, (2**24 if on_cpu else 2**27) // n_words)  # positions: small ones do not keep a GPU busy
+        part = 8192 if on_cpu else n_words  # words: adding bf16 to fp32 takes an fp32 copy on a CPU
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
             h, target = hidden[rows].to(dtype), targets[rows, None]
@@ -445,20 +387,22 @@ class LinearCrossEntropy(torch.autograd.Function):
             # log of the sum of exponentials = the largest logit - the log of its probability, which is never tiny
             log_sum = logits.amax(1, keepdim=True).float() - probs.amax(1, keepdim=True).log()
             loss += (log_sum - logits.gather(1, target).float()).sum()
-            if with_grad:
-                d_logits = probs  # d loss / d logits = softmax - one_hot
-                d_logits.scatter_add_(1, target, probs.new_full((1, 1), -1.0).expand_as(target))
-                d_bias += d_logits.sum(0)
-                d_logits = d_logits.to(dtype)
+            if with_grad:  # d loss / d logits = softmax - one_hot
+                probs.scatter_add_(1, target, probs.new_full((1, 1), -1.0).expand_as(target))
+                d_bias += probs.sum(0)
+                d_logits = probs.to(dtype)
+                del logits, probs  # before the next large tensor
                 d_hidden[rows] = (d_logits @ w).to(hidden.dtype)
-                d_weight += d_logits.T @ h
+                for d_words, d in zip(d_weight.split(part), d_logits.split(part, dim=1), strict=True):
+                    d_words += d.T @ h
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
-        return d_hidden * d_loss.to(d_hidden.dtype), d_weight * d_loss, d_bias * d_loss, None, None, None
+        # in place: d_weight has the size of the vocabulary. A second backward pass is refused by PyTorch itself
+        return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), d_bias.mul_(d_loss), None, None, None
 
 
 def linear_cross_entropy(hidden, weight, bias, targets):
@@ -577,6 +521,13 @@ class ModernBERT(nn.Module):
             local_mask = local_block_mask(cu_seqlens, total, config.local_attention, is_causal, dtype)
         return Stream(cu_seqlens, max_seqlen, is_causal, backend, rope, local_mask)
 
+    def compile_blocks(self):
+        """torch.compile every block in place: no new module, no prefix in the names of the weights. Blocks of one kind
+        share their code, and after two different shapes it is made for any number of sequences and tokens."""
+        torch._dynamo.config.recompile_limit = 64  # kinds of block x directions x training or not, more than its 8
+        for layer in self.model.layers:
+            layer.compile()
+
     def resize_vocab(self, vocab_size):
         """Grow or cut the vocabulary in place. New rows start at the mean of the old ones, new biases at 0."""
         old, bias = self.decoder.weight.data, self.decoder.bias.data
@@ -597,23 +548,14 @@ class ModernBERT(nn.Module):
             config = ModernBERTConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
         except ValueError as error:  # JSON that cannot be decoded is one, too
             raise ValueError(f"{folder / 'config.json'}: {error}") from None
-        config = replace(config, **overrides)
         with torch.device("meta"):  # no time lost on random weights that the file replaces
-            model = cls(config)
-        weights = read_weights(folder)
-        weights.pop("decoder.weight", None)  # tied: the hub leaves it out, some files repeat it
-        expected = {k: v.shape for k, v in model.state_dict().items() if k != "decoder.weight"}
-        problems = [f"missing {k}" for k in expected if k not in weights]
-        problems += [f"unexpected {k}" for k in weights if k not in expected]
-        problems += [
-            f"{k} is {tuple(v.shape)}, expected {tuple(expected[k])}"
-            for k, v in weights.items()
-            if k in expected and v.shape != expected[k]
-        ]
-        problems += [f"{k} holds NaN or infinity" for k, v in weights.items() if not torch.isfinite(v).all()]
-        if problems:
-            raise ValueError(f"{folder}: the weights do not fit this model: {', '.join(problems)}")
-        model.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False, assign=True)
+            model = cls(replace(config, **overrides))
+        shapes = {k: v.shape for k, v in model.state_dict().items() if k != "decoder.weight"}  # that one is tied
+        try:
+            weights = fit_weights(read_weights(folder), shapes)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         return model.eval()
 
@@ -661,42 +603,7 @@ def repad(x, where, shape):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints, devices
-
-
-def find_checkpoint(name):
-    """A directory, or a hub id that is downloaded to the Hugging Face cache -> the folder. Raises OSError."""
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise OSError(f"{name}: no config.json in this directory; expected a checkpoint such as out/my-run/final")
-        return Path(name)
-    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise OSError(f"{name}: no such checkpoint directory, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    except Exception as error:  # the hub's client has a dozen ways to say that there is no network
-        reason = str(error).strip().split("\n")[0]
-        raise OSError(f"{name}: no such directory, and the hub did not answer for this id ({reason})") from None
-
-
-def read_weights(folder):
-    """All tensors of a safetensors checkpoint, in one file or in the shards that an index lists."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    weights = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise OSError(f"{folder}: {name} is missing; expected the weights in the safetensors format")
-        try:
-            weights.update(load_file(folder / name))
-        except Exception as error:
-            raise OSError(f"{folder / name}: damaged or not a safetensors file ({error})") from None
-    return weights
+# Devices
 
 
 def load_model(name, setting="model", **overrides):
@@ -705,17 +612,6 @@ def load_model(name, setting="model", **overrides):
         return ModernBERT.from_pretrained(str(name), **overrides)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--{setting}={error}") from None
-
-
-def load_tokenizer(name, setting="model"):
-    """The tokenizer beside a checkpoint, for scripts: what is wrong becomes one line and a non-zero exit."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name if Path(name).is_dir() else find_checkpoint(name))
-    except Exception as error:  # transformers raises a dozen types that mean the same to the reader
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SystemExit(f"--{setting}={name}: no tokenizer there ({reason})") from None
 
 
 def default_device():

@@ -23,7 +23,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForMaskedLM, ModernBertForMaskedLM
+from transformers import (
+    AutoModelForMaskedLM,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+)
 from transformers import ModernBertConfig as TheirConfig
 
 import model as M
@@ -44,6 +49,11 @@ TINY = dict(
     sep_token_id=2,
     mask_token_id=3,
 )
+FR, EN = 32768, 50368  # vocabularies of ModernCamemBERT and ModernBERT
+SHAPES = {
+    "base": dict(hidden_size=768, num_hidden_layers=22, num_attention_heads=12, intermediate_size=1152),
+    "large": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,22 +170,30 @@ def test_parity_with_transformers_on_random_shapes(seed, side, attention, tmp_pa
     assert_same_model(ours, theirs, ids, mask, labels)
 
 
-def parity_at_base_width(n_layers, vocab_size, lengths, tmp_path):
-    config = ModernBERTConfig(num_hidden_layers=n_layers, vocab_size=vocab_size, pad_token_id=0)
+def parity_at_full_width(shape, lengths, folder, **changes):
+    """Weights as they are initialised, at the widths and vocabularies of the real models."""
     torch.manual_seed(0)
-    ours = ModernBERT(config).eval()
-    ours.save_pretrained(tmp_path)
-    theirs = ModernBertForMaskedLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
-    assert_same_model(ours, theirs, *batch(lengths, "right", config.vocab_size))
+    ours = ModernBERT(ModernBERTConfig(**{**shape, "pad_token_id": 0, **changes})).eval()
+    ours.save_pretrained(folder)
+    theirs = ModernBertForMaskedLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    assert_same_model(ours, theirs, *batch(lengths, "right", ours.config.vocab_size))
 
 
-def test_parity_with_transformers_at_base_width(tmp_path):
-    parity_at_base_width(4, 4096, [150, 9], tmp_path)
+@pytest.mark.parametrize("shape, vocab_size", [("base", FR), ("base", EN), ("large", FR)])
+def test_parity_with_transformers_at_full_width(shape, vocab_size, tmp_path):
+    parity_at_full_width(SHAPES[shape], [70, 9], tmp_path, vocab_size=vocab_size, num_hidden_layers=2)
 
 
 @pytest.mark.slow
-def test_parity_with_transformers_at_base_size(tmp_path):
-    parity_at_base_width(22, EN, [300, 65, 1], tmp_path)
+@pytest.mark.parametrize("shape, vocab_size", [("base", EN), ("large", FR)])
+def test_parity_with_transformers_at_full_size(shape, vocab_size, tmp_path):
+    parity_at_full_width(SHAPES[shape], [300, 65, 1], tmp_path, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("lengths", [[1, 5], [129], [8192]])
+def test_parity_with_transformers_up_to_8192_tokens(lengths, tmp_path):
+    shape = dict(hidden_size=64, num_attention_heads=1, intermediate_size=64, num_hidden_layers=2)
+    parity_at_full_width(shape, lengths, tmp_path, vocab_size=97)
 
 
 def their_causal_masks(total, window):
@@ -697,6 +715,72 @@ def test_bf16_is_as_close_to_fp32_as_transformers(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing, torch.compile
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["both ways", "causal"])
+def test_recomputing_activations_changes_no_bit(is_causal):
+    """The same loss and gradients with less kept, under dropout and autocast too."""
+    net = tiny(attn_out_dropout=0.2).train()
+    ids = flat_ids([40, 3])
+    kept, results = [], []
+    for net.model.recompute in (False, True):
+        torch.manual_seed(1)
+        net.zero_grad()
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=sizes: s.append(x.numel()) or x, lambda x: x):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(ids, labels=ids, cu_seqlens=offsets([40, 3]), is_causal=is_causal).loss_sum
+        loss.backward()
+        kept.append(sum(sizes))
+        results.append([loss.detach(), *(p.grad.clone() for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < kept[0] / 2
+    with torch.no_grad():
+        assert net(ids).logits.shape == (43, 97)
+
+
+@torch.library.custom_op("detour_tests::varlen", mutates_args=())
+def opaque_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, left: int, right: int
+) -> torch.Tensor:
+    return twin_kernel(q, k, v, cu, cu, longest, longest, left, right)
+
+
+opaque_kernel.register_fake(lambda q, k, v, cu, longest, left, right: torch.empty_like(q))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["both ways", "causal"])
+def test_compiled_blocks_are_not_compiled_again_for_every_batch(is_causal, monkeypatch):
+    """As on a GPU, where the kernel is one opaque operation: after the second shape, other numbers of tokens and
+    sequences run the code that is there. No C compiler is needed to see it."""
+    from torch._dynamo.testing import CompileCounter
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        return opaque_kernel(query, key, value, cu_seq_q, max_q, *window_size)
+
+    monkeypatch.setattr(M, "varlen_attn", kernel)
+    monkeypatch.setattr(M, "_VARLEN_KEYS", inspect.signature(kernel).parameters)
+    monkeypatch.setattr(M, "_VARLEN_WINDOW", True)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compile_block(block, backend=counter))
+    net = tiny().eval()
+    net.backend = "varlen_attn"
+    plain = copy.deepcopy(net)
+    net.compile_blocks()
+    counts = []
+    for lengths in ([9, 5], [20, 3, 8], [7, 7, 7, 30], [64], [2, 1, 40, 5, 11], [13, 50]):
+        ids = flat_ids(lengths)
+        out = net(ids, cu_seqlens=offsets(lengths), is_causal=is_causal).logits
+        assert torch.allclose(out, plain(ids, cu_seqlens=offsets(lengths), is_causal=is_causal).logits, atol=1e-5)
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and counts[-1] == counts[3], counts
+    assert not any("_orig_mod" in name for name in net.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Losses
 
 
@@ -742,6 +826,15 @@ def test_linear_cross_entropy_matches_its_numerical_derivative():
         F.cross_entropy(F.linear(*inputs), targets, reduction="sum"),
         rtol=1e-6,
     )
+
+
+def test_linear_cross_entropy_gives_its_gradient_once():
+    """backward scales the kept gradient in place; a second one would scale it twice, so it is an error."""
+    inputs, targets = loss_inputs(9, 50)
+    loss = M.linear_cross_entropy(*inputs, targets)
+    (0.5 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="in-?place"):
+        (0.5 * loss).backward()
 
 
 def test_linear_cross_entropy_of_large_logits():
@@ -875,23 +968,18 @@ def test_initial_weights_are_megatrons():
             assert abs(p.mean().item()) < 0.05 * sigma and p.abs().max() <= 2 * sigma * 1.0001, name
 
 
-FR, EN = 32768, 50368
-BASE = dict(hidden_size=768, num_hidden_layers=22, num_attention_heads=12, intermediate_size=1152)
-LARGE = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624)
-
-
 def unallocated(vocab_size, shape):
     with torch.device("meta"):
-        return ModernBERT(ModernBERTConfig(vocab_size=vocab_size, **shape))
+        return ModernBERT(ModernBERTConfig(vocab_size=vocab_size, **SHAPES[shape]))
 
 
 @pytest.mark.parametrize(
     "vocab_size, shape, total, encoder",
     [
-        (FR, BASE, 136_120_832, 135_497_472),
-        (EN, BASE, 149_655_232, 149_014_272),
-        (FR, LARGE, 377_841_664, 376_759_296),
-        (EN, LARGE, 395_881_664, 394_781_696),
+        (FR, "base", 136_120_832, 135_497_472),
+        (EN, "base", 149_655_232, 149_014_272),
+        (FR, "large", 377_841_664, 376_759_296),
+        (EN, "large", 395_881_664, 394_781_696),
     ],
 )
 def test_parameter_counts(vocab_size, shape, total, encoder):  # A-10
@@ -903,10 +991,10 @@ def test_parameter_counts(vocab_size, shape, total, encoder):  # A-10
 @pytest.mark.parametrize(
     "vocab_size, shape, layers, attention, head",
     [  # A-21, millions per token: attention (CLM, MLM), head (CLM, MLM 30%, MLM 15%)
-        (FR, BASE, 662, (310, 621), (155, 46, 23)),
-        (EN, BASE, 662, (310, 621), (236, 71, 35)),
-        (FR, LARGE, 2059, (518, 1035), (208, 62, 31)),
-        (EN, LARGE, 2059, (518, 1035), (316, 95, 47)),
+        (FR, "base", 662, (310, 621), (155, 46, 23)),
+        (EN, "base", 662, (310, 621), (236, 71, 35)),
+        (FR, "large", 2059, (518, 1035), (208, 62, 31)),
+        (EN, "large", 2059, (518, 1035), (316, 95, 47)),
     ],
 )
 def test_flops_per_token(vocab_size, shape, layers, attention, head):
@@ -1091,6 +1179,28 @@ def test_half_precision_weights_load_as_fp32(tmp_path):
     again = ModernBERT.from_pretrained(tmp_path)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert torch.equal(again.decoder.weight, tiny().decoder.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", [ModernBertForSequenceClassification, ModernBertForTokenClassification])
+def test_fine_tuned_checkpoints_give_their_encoder_and_head(kind, tmp_path):
+    """classifier(head(x)) is their answer: nothing but the classifier, which read_weights has, is left behind."""
+    shape = {k: v for k, v in TINY.items() if not k.endswith("theta")}
+    theirs = shake(kind(TheirConfig(**shape, num_labels=3, classifier_pooling="mean"))).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = ModernBERT.from_pretrained(tmp_path)
+    assert (ours.decoder.bias == 0).all()
+    assert_tied(ours)
+    weights = M.read_weights(tmp_path)
+    ids, mask, _ = batch([9, 23, 4], "right", 97)
+    x = ours(ids, mask, output_logits=False).last_hidden_state
+    if kind is ModernBertForSequenceClassification:
+        x = (x * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+    logits = F.linear(ours.head(x), weights["classifier.weight"], weights["classifier.bias"])
+    real = mask.bool() if logits.ndim == 3 else slice(None)
+    assert (logits - theirs(input_ids=ids, attention_mask=mask).logits)[real].abs().max() < 1e-4
+    (tmp_path / "model.safetensors").rename(tmp_path / "whole")
+    save_file({k: v for k, v in weights.items() if k != "head.norm.weight"}, tmp_path / "model.safetensors")
+    assert "missing head.norm.weight" in one_line(tmp_path)
 
 
 def test_overrides_change_the_config_and_typos_do_not_pass(tmp_path):
