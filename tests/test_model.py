@@ -397,6 +397,25 @@ def test_global_attention_over_long_rows(length, is_causal, dtype, tolerance):
         assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 511, 512, 513, 800])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_matmul_attention_is_attention(length, is_causal):
+    """What CPUs do in bf16, here in fp32: outputs and gradients at the edges of its groups of queries, from views that
+    are not contiguous, whether or not it keeps the probabilities."""
+    base = torch.randn(length, 2, 3, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    d_out = torch.randn(2, 3, length, 8, generator=torch.Generator().manual_seed(1))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (base[:, :, :, 0], base[:, :, :, 1], base[:, :, :, 0] * 0.5))
+    out = M.MatmulAttention.apply(q, k, v, is_causal)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1) & is_causal
+    scores = (q @ k.transpose(2, 3)).double() / math.sqrt(8)
+    expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ v.double()
+    assert (out - expected).abs().max() < 1e-5
+    (grad,) = torch.autograd.grad(out, base, d_out, retain_graph=True)
+    (again,) = torch.autograd.grad(out, base, d_out, retain_graph=True)
+    (reference,) = torch.autograd.grad(expected, base, d_out.double())
+    assert torch.equal(grad, again) and relative_error(grad, reference) < 1e-5
+
+
 @pytest.mark.parametrize("window", [2, 3, 7, 10, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_windows_of_any_size(window, is_causal):
