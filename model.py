@@ -299,6 +299,11 @@ def local_block_mask(cu_seqlens, total, window, is_causal, dtype):
 
 
 class Attention(nn.Module):
+    """Multi-head attention. Layers 0, 3, 6, ... are global; the layers between see a window, which costs 129 keys a
+    token instead of all T, and passes on what the global ones gather. The two kinds turn their rotary embedding at
+    different speeds: its slowest dimension takes about 2 pi theta tokens for a turn, so theta is 10,000 in a window of
+    129 tokens and 160,000 where 8,192 positions must be told apart."""
+
     def __init__(self, config, layer):
         super().__init__()
         self.heads = config.num_attention_heads
@@ -313,12 +318,13 @@ class Attention(nn.Module):
         qkv = self.Wqkv(x).view(total, 3, self.heads, width // self.heads)
         q, k = rotate(qkv[:, :2], *stream.rope[self.theta]).unbind(1)
         x = attention(q, k, qkv[:, 2], stream, self.window)
-        # dropout on the attention output, not on the probabilities: what ModernBERT was trained with (P-105)
+        # on the attention output, not on the probabilities: what ModernBERT was trained with (P-105)
         return F.dropout(self.Wo(x.reshape(total, width)), self.dropout, self.training)
 
 
 class MLP(nn.Module):
-    """GeGLU: one half of Wi goes through the GELU and gates the other."""
+    """GeGLU: Wi makes two vectors of intermediate_size, and the GELU of the first decides, entry by entry, how much of
+    the second passes. A plain MLP has one vector there and no gate."""
 
     def __init__(self, config):
         super().__init__()
@@ -566,7 +572,14 @@ class ModernBERT(nn.Module):
 
     def compile_blocks(self):
         """torch.compile every block in place: no new module, no prefix in the names of the weights. Blocks of one kind
-        share their code, and after two different shapes it is made for any number of sequences and tokens."""
+        share their code, and after two different shapes it is made for any number of sequences and tokens. Raises
+        OSError where there is no C++ compiler."""
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            raise OSError(f"torch.compile needs a C++ compiler: {error}") from None
         torch._dynamo.config.recompile_limit = 64  # kinds of block x directions x training or not, more than its 8
         for layer in self.model.layers:
             layer.compile()

@@ -785,6 +785,7 @@ def test_compiled_blocks_are_not_compiled_again_for_every_batch(is_causal, monke
     counter = CompileCounter()
     compile_block = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compile_block(block, backend=counter))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "not called")
     net = tiny().eval()
     net.backend = "varlen_attn"
     plain = copy.deepcopy(net)
@@ -797,6 +798,14 @@ def test_compiled_blocks_are_not_compiled_again_for_every_batch(is_causal, monke
         counts.append(counter.frame_count)
     assert counts[0] > 0 and counts[-1] == counts[3], counts
     assert not any("_orig_mod" in name for name in net.state_dict())
+
+
+def test_without_a_compiler_only_compiling_is_refused(monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))  # read from CXX at import
+    net = tiny()
+    with pytest.raises(OSError, match="torch.compile needs a C.. compiler") as error:
+        net.compile_blocks()
+    assert "\n" not in str(error.value) and net(flat_ids([5])).logits.shape == (5, 97)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
