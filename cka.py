@@ -20,8 +20,9 @@ from matplotlib.figure import Figure  # no pyplot: a Figure renders through Agg 
 from scipy.stats import t as student_t
 from tqdm import tqdm
 
+from checkpoint import load_tokenizer
 from configurator import configure
-from model import default_device, default_dtype, load_model, load_tokenizer
+from model import default_device, default_dtype, load_model
 
 model_a = None  # checkpoint directory or hub id
 model_b = None  # the model that model_a is compared with

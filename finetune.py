@@ -30,8 +30,9 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch import nn
 from tqdm import tqdm
 
+from checkpoint import load_tokenizer
 from configurator import configure
-from model import default_device, default_dtype, load_model, load_tokenizer
+from model import default_device, default_dtype, load_model
 
 model = None  # checkpoint directories or hub ids, separated by commas
 task = None  # jsonl file with text, label and split

@@ -1,15 +1,19 @@
 """Turns what the other stages wrote into one page: tables, figures, and what happened in plain sentences.
 
     python report.py --out_dir=out/demo
+    python report.py out/run [out/other ...]     # the curves of runs of train.py, also while they go on, in one figure
 
 Reads only files in out_dir: plan.json and log.jsonl of each run, cka/cka.json and results.jsonl. Every number and every
 sentence is computed from them; what is missing is listed, and the rest is written all the same. Writes
-out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json.
+out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json; the curves of runs that are
+named one by one go to figures/ in the first of them.
 """
 
 import json
 import math
 import os
+import sys
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +56,10 @@ def read_run(folder, missing):
         if event["kind"] == "step":
             events = [old for old in events if old["step"] < event["step"]]
         events.append(event)
-    steps, evals = ([event for event in events if event["kind"] == kind] for kind in ("step", "eval"))
-    evals = [event for event in evals if event["val_mlm"] is not None]  # null where the tokenizer has no mask token
-    return {"name": folder.name, "plan": plan[0], "steps": steps, "evals": evals} if plan and steps else None
+    kinds = {kind: [event for event in events if event["kind"] == kind] for kind in ("step", "eval", "spike")}
+    evals = [event for event in kinds["eval"] if event["val_mlm"] is not None]  # null without a mask token
+    run = {"name": folder.name, "steps": kinds["step"], "evals": evals, "spikes": kinds["spike"]}
+    return run | {"plan": plan[0]} if plan and kinds["step"] else None
 
 
 def label(path, names):
@@ -306,6 +311,34 @@ def draw_losses(continued, folder):
     return save_figure(figure, folder, "losses", data)
 
 
+def draw_curves(found, folder):
+    """Runs over each other: training and held-out losses, gradient norm, learning rate, over tokens."""
+    figure, axes = new_figure(6.4, 2, 2, sharex=True)
+    titles = "training loss (nats)", "held-out MLM loss (nats)", "gradient norm", "learning rate"
+    data = {}
+    for (name, run), (colour, marker, dash) in zip(found.items(), cycle(STYLES), strict=False):
+        width, curves = max(1, len(run["steps"]) // 50), {}
+        for ax, key in zip(axes, ("loss", "val_mlm", "grad_norm", "lr"), strict=True):
+            events = run["evals"] if key == "val_mlm" else run["steps"]
+            curves[key] = [(event["tokens"], event[key]) for event in events]
+            options = {"color": colour, "linestyle": dash, "linewidth": 1.2, "label": name}
+            for phase in dict.fromkeys(event["phase_name"] for event in events):  # no line across the boundary
+                x, y = np.transpose([(e["tokens"] / 1e6, e[key]) for e in events if e["phase_name"] == phase])
+                smooth = y if key in ("val_mlm", "lr") else running_mean(y, width)
+                ax.plot(x, smooth, **options, marker=marker if key == "val_mlm" else "", markersize=4)
+        for event in run["spikes"]:
+            top = {"transform": axes[0].get_xaxis_transform(), "clip_on": False}
+            axes[0].plot(event["tokens"] / 1e6, 1, "v", color=colour, **top)
+        data[name] = curves | {"spikes": [event["step"] for event in run["spikes"]]}
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_title(title, fontsize=10)
+    for ax in axes[2:]:
+        ax.set_xlabel("tokens (million)")
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one for both phases
+    figure.legend(handles.values(), handles, frameon=False, loc="outside upper left", fontsize=9)
+    return save_figure(figure, folder, "curves", data)
+
+
 def draw_clm(run, folder):
     """Next-token loss of the causal phase, training and held out, under the line of even guessing."""
     figure, (ax,) = new_figure(3.4)
@@ -492,6 +525,26 @@ def build(folder, names, base):
     return "\n\n".join(page) + "\n"
 
 
+def show_curves(folders):
+    """One figure of the runs in `folders`, and where each stands."""
+    missing = []
+    found = {str(folder): run for folder in folders if (run := read_run(folder, missing))}
+    if not found:
+        raise SystemExit(f"report.py: {folders[0]}: no run of train.py ({'; '.join(missing)}); expected its out_dir")
+    draw_curves(found, folders[0] / "figures")
+    for name, run in found.items():
+        last, held = run["steps"][-1], run["evals"][-1:]
+        print(
+            f"{name}: step {last['step']:,} of {run['plan']['steps']:,}, {millions(last['tokens'])} tokens, "
+            f"{last['phase_name']} {last['objective']} loss {last['loss']:.4f}"
+            + (f", held-out MLM loss {held[0]['val_mlm']:.4f}" if held else "")
+            + (f", {len(run['spikes'])} loss spikes" if run["spikes"] else "")
+        )
+    for line in missing:
+        print(f"left out: {line}")
+    print(f"written: {folders[0] / 'figures' / 'curves.png'}, .svg and .json")
+
+
 def main():
     folder = Path(out_dir)
     if not folder.is_dir():
@@ -504,5 +557,6 @@ def main():
 
 
 if __name__ == "__main__":
-    configure(globals())
-    main()
+    folders = [arg for arg in sys.argv[1:] if not arg.startswith("-") and Path(arg).suffix != ".py"]
+    configure(globals(), [arg for arg in sys.argv[1:] if arg not in folders])
+    show_curves([Path(folder) for folder in folders]) if folders else main()

@@ -12,7 +12,8 @@ Continued pretraining with a causal detour: one loop, two phases (paper §3.2).
 
 Reads a data directory of prepare_data.py. Writes to out_dir: plan.json (what will be done), log.jsonl (what happened),
 and checkpoints: step_*/ (the last few), phase1/ (before the decay), final/. A checkpoint is a Hugging Face model
-directory with train_state.pt beside it, so every other script and AutoModelForMaskedLM load it as it is.
+directory with train_state.pt beside it, so every other script and AutoModelForMaskedLM load it as it is; phase1/ and
+final/ also hold a model card, README.md.
 """
 
 import hashlib
@@ -23,17 +24,21 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from checkpoint import find_checkpoint
 from configurator import configure
 from model import (
     IGNORE,
@@ -41,7 +46,6 @@ from model import (
     ModernBERTConfig,
     default_device,
     default_dtype,
-    find_checkpoint,
     flash_attn_varlen_func,
     load_model,
     next_token_labels,
@@ -59,23 +63,29 @@ overwrite = False  # True: throw away the run that out_dir already holds
 dry_run = False  # True: print the resolved plan as JSON and exit
 
 # the timeline, in tokens
-objective = "clm"  # phase 1: clm = the detour (P-201) | mlm = its twin (P-202)
+objective = "clm"  # phase 1: clm = the detour (P-201) | mlm = its twin (P-202) | mixed = both in every step
 phase1_tokens = 10_000_000_000  # length of phase 1
 decay_tokens = 1_000_000_000  # length of the decay, 10% of phase 1 in the paper
 decay_objective = "mlm"  # P-201; clm is for the reverse experiment on a decoder
 mask_prob = 0.30  # masked share in phase 1 when it is mlm, P-202
 decay_mask_prob = 0.15  # masked share in the decay, P-201
+mask_prob_end = None  # ablation: the share of phase 1 moves from mask_prob to this one, linearly in tokens
+mask_split = (0.8, 0.1, 0.1)  # masked tokens that become [MASK], a random token, themselves; (1, 0, 0) = all [MASK]
 mask_special = False  # True: also mask [CLS], [SEP] and the like, as ModernBERT's own packer does, P-204
+clm_target_share = 1.0  # ablation: CLM learns from this share of the positions; 0.3 = the tokens its twin masks, X-34
+mixed_clm_share = 0.5  # rows of a mixed step that are CLM; one loss over all targets: a CLM row has 1 / mask_prob more
 
 # the batch: the optimizer sees global_batch rows a step, however many ranks there are and whatever fits in memory
 block_size = 8192  # tokens in a row
 global_batch = 384  # rows in a step; 384 x 8,192 = 3,145,728 tokens, P-209
+batch_warmup_tokens = 0  # ablation: over these tokens of phase 1 a step grows from 1/8 of global_batch to all of it
 micro_batch = 8  # rows in one forward pass of one rank; lower it when memory runs out
 mask_documents = False  # True: attention stops at document boundaries; the paper's does not, P-213
 
 # the optimizer
 learning_rate = 2e-4  # peak, P-208
 warmup_tokens = 100_000_000  # linear warmup at the start of phase 1, none in the decay, P-205
+decay_shape = "sqrt"  # of the decay: sqrt = 1 - sqrt(t), P-206 | linear | cosine
 final_lr_fraction = 0.1  # the decay ends at this share of the peak, P-206
 beta1 = 0.9  # P-208
 beta2 = 0.98  # P-208
@@ -106,13 +116,16 @@ global_attn_every_n_layers = 3
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | bfloat16 | float32: of the matrix products; weights and optimizer stay fp32
 attention = "auto"  # auto | flash_attn | varlen_attn | sdpa
-compile = False  # torch.compile each block
+compile = False  # torch.compile each block; worth it on a GPU
+recompute = False  # activation checkpointing: much less memory, up to a third more time, the same numbers
 peak_tflops = 0.0  # of one device, for MFU; 0 = look it up by the GPU's name
 
 # evaluation, logs, checkpoints
 eval_every_tokens = 200_000_000  # held-out loss; also at the start and the end of each phase
 eval_rows = 64  # fixed rows of val.bin with fixed masks at 15%, so that curves of all runs compare; 0 = never
 log_every = 1  # steps between printed lines; log.jsonl has every step
+compact = False  # True: one short line that rewrites itself; where there is no terminal, a line a minute
+check_ranks = 0  # compare the weights of all ranks every so many steps; 0 = never
 ckpt_every_tokens = 500_000_000  # also at the end of each phase and on SIGTERM or Ctrl-C
 keep_ckpts = 2  # how many step_* checkpoints to keep; 0 = all of them, for trajectories
 tensorboard = False  # True: also write out_dir/tensorboard (pip install tensorboard)
@@ -120,16 +133,23 @@ wandb_project = ""  # also log to this Weights & Biases project (pip install wan
 
 EVAL_SEED = 0  # masks of the held-out rows: one fixed value, so that seeds and runs can be compared
 EVAL_MASK_PROB = 0.15  # ModernBERT's own evaluation rate
+BERT_SPLIT = (0.8, 0.1, 0.1)  # of the held-out masks, whatever mask_split says
 
 # Settings that change what is computed. A resumed run must have the same, or it would be another run.
-IDENTITY = """objective phase1_tokens decay_tokens decay_objective mask_prob decay_mask_prob mask_special block_size
-    global_batch mask_documents learning_rate warmup_tokens final_lr_fraction beta1 beta2 eps weight_decay grad_clip
-    dropout freeze_layers freeze_phase freeze_mode seed data_seed""".split()
+IDENTITY = """objective phase1_tokens decay_tokens decay_objective mask_prob decay_mask_prob mask_prob_end mask_split
+    mask_special clm_target_share mixed_clm_share block_size global_batch batch_warmup_tokens mask_documents
+    learning_rate warmup_tokens decay_shape final_lr_fraction beta1 beta2 eps weight_decay grad_clip dropout
+    freeze_layers freeze_phase freeze_mode seed data_seed""".split()
 
 
 def fail(message):
-    """One line on stderr and exit code 1; under torchrun only rank 0 speaks."""
-    raise SystemExit(f"train.py: {message}" if os.environ.get("RANK", "0") == "0" else 1)
+    """One line on stderr and exit code 1; under torchrun one rank of each machine speaks."""
+    raise SystemExit(f"train.py: {message}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+
+
+def say(text):
+    """Prints a line, over the one that rewrites itself where there is one."""
+    print(("\r\x1b[K" if compact and sys.stdout.isatty() else "") + text, flush=True)
 
 
 @dataclass
@@ -153,12 +173,19 @@ class Machine:
         dist.all_reduce(sums)
         return sums.tolist()
 
+    def claim(self):
+        """Every thread has a current GPU of its own, at first GPU 0, which belongs to another rank."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def pin(self, batch):
+        """Into memory from which a copy to the GPU does not wait."""
+        pins = self.device.type == "cuda"
+        return {k: v.pin_memory() if pins and torch.is_tensor(v) else v for k, v in batch.items()}
+
     def load(self, batch):
-        pin = self.device.type == "cuda"  # a copy from pinned memory does not wait
-        return {
-            k: (v.pin_memory() if pin else v).to(self.device, non_blocking=pin) if torch.is_tensor(v) else v
-            for k, v in batch.items()
-        }
+        pinned = self.device.type == "cuda"
+        return {k: v.to(self.device, non_blocking=pinned) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
 def find_machine():
@@ -170,9 +197,10 @@ def find_machine():
         if local_rank >= torch.cuda.device_count():  # said by that rank itself: rank 0 has its GPU
             raise SystemExit(f"train.py: --nproc_per_node: expected one rank a GPU, there is no GPU {local_rank} here")
         where = torch.device("cuda", local_rank)
-        torch.cuda.set_device(where)
     kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
-    return Machine(rank, int(os.environ.get("WORLD_SIZE", 1)), where, kind)
+    machine = Machine(rank, int(os.environ.get("WORLD_SIZE", 1)), where, kind)
+    machine.claim()
+    return machine
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,8 +213,9 @@ def check_settings(world_size):
             fail(f"--{key}={globals()[key]}: expected {expected}")
 
     for key, choices in {
-        "objective": ("clm", "mlm"),
-        "decay_objective": ("clm", "mlm"),
+        "objective": ("clm", "mlm", "mixed"),
+        "decay_objective": ("clm", "mlm", "mixed"),
+        "decay_shape": ("sqrt", "linear", "cosine"),
         "freeze_phase": ("phase1", "decay", "both"),
         "freeze_mode": ("skip", "zero_grad"),
         "device": ("auto", "cpu", "cuda", "mps"),
@@ -194,12 +223,17 @@ def check_settings(world_size):
         "attention": ("auto", "flash_attn", "varlen_attn", "sdpa"),
     }.items():
         check(key, globals()[key] in choices, "one of " + ", ".join(choices))
-    for key in ("mask_prob", "decay_mask_prob"):
+    for key in ("mask_prob", "decay_mask_prob", "mixed_clm_share"):
         check(key, 0 < globals()[key] < 1, "a share between 0 and 1, such as 0.3")
+    check("clm_target_share", 0 < clm_target_share <= 1, "a share above 0, at most 1")
+    fine = mask_prob_end is None or isinstance(mask_prob_end, float) and 0 < mask_prob_end < 1
+    check("mask_prob_end", fine, "None, or a share between 0 and 1, such as 0.15")
+    shares = len(mask_split) == 3 and all(isinstance(x, (int, float)) and x >= 0 for x in mask_split)
+    check("mask_split", shares and abs(sum(mask_split) - 1) < 1e-9, "three shares that add up to 1, as in 0.8,0.1,0.1")
     for key in "global_batch micro_batch learning_rate log_every eval_every_tokens ckpt_every_tokens".split():
         check(key, globals()[key] > 0, "a number above 0")
-    numbers = "phase1_tokens decay_tokens warmup_tokens weight_decay grad_clip eval_rows keep_ckpts seed data_seed"
-    for key in numbers.split():
+    numbers = "phase1_tokens decay_tokens warmup_tokens batch_warmup_tokens weight_decay grad_clip eval_rows keep_ckpts"
+    for key in (*numbers.split(), "seed", "data_seed", "check_ranks"):
         check(key, globals()[key] >= 0, "0 or more")
     check("dropout", 0 <= dropout < 1, "0 or more, and below 1")
     check("block_size", block_size >= 2, "2 or more tokens: a next token needs one before it")
@@ -207,6 +241,8 @@ def check_settings(world_size):
     fits = max(1, global_batch // world_size) * world_size
     what = f"a multiple of the {world_size} ranks, such as {fits}, so that a step is the same for any number of them"
     check("global_batch", global_batch % world_size == 0, what)
+    grows = f"a multiple of {8 * world_size} with --batch_warmup_tokens: it grows by eighths, on {world_size} ranks"
+    check("global_batch", not batch_warmup_tokens or global_batch % (8 * world_size) == 0, grows)
 
 
 def parse_layers(text, n_layers):
@@ -225,21 +261,41 @@ def parse_layers(text, n_layers):
     return prefixes
 
 
+def step_rows(name, seen):
+    """Rows of the step that begins after `seen` tokens of phase `name`: global_batch, but for a batch warmup."""
+    if name == "decay" or seen >= batch_warmup_tokens:
+        return global_batch
+    return global_batch * (1 + int(8 * seen / batch_warmup_tokens)) // 8
+
+
+def count_steps(name, tokens):
+    """-> steps, and tokens at their end. A phase ends with the first step that reaches its budget (A-02)."""
+    steps = seen = 0
+    while seen < tokens and step_rows(name, seen) < global_batch:
+        steps, seen = steps + 1, seen + step_rows(name, seen) * block_size
+    rest = max(0, math.ceil((tokens - seen) / (global_batch * block_size)))
+    return steps + rest, seen + rest * global_batch * block_size
+
+
 def make_phases():
-    """The timeline. Steps are rounded up: a phase ends with the first step that reaches its budget (A-02)."""
+    """The timeline."""
     tokens_per_step = global_batch * block_size
     phases = []
-    for name, goal, tokens, rate in (
-        ("phase1", objective, phase1_tokens, mask_prob),
-        ("decay", decay_objective, decay_tokens, decay_mask_prob),
+    for name, goal, tokens, rate, rate_end in (
+        ("phase1", objective, phase1_tokens, mask_prob, mask_prob_end),
+        ("decay", decay_objective, decay_tokens, decay_mask_prob, None),
     ):
+        steps, end = count_steps(name, tokens)
         phases.append(
             {
                 "name": name,
                 "objective": goal,
-                "mask_prob": rate if goal == "mlm" else None,
+                "clm_share": {"clm": 1.0, "mlm": 0.0, "mixed": mixed_clm_share}[goal],  # of the rows of a step
+                "mask_prob": None if goal == "clm" else rate,
+                "mask_prob_end": None if goal == "clm" else rate_end,
                 "tokens": tokens,
-                "steps": math.ceil(tokens / tokens_per_step),
+                "tokens_at_end": end,
+                "steps": steps,
                 "warmup_steps": math.ceil(warmup_tokens / tokens_per_step) if name == "phase1" else 0,
                 "frozen": freeze_layers if freeze_phase in (name, "both") else "",
             }
@@ -247,14 +303,22 @@ def make_phases():
     return [phase for phase in phases if phase["steps"]]
 
 
-def get_lr(phase, step):
-    """Learning rate of step `step` (from 0) of a phase. Phase 1 warms up and stays (P-205); the first step is not
-    wasted at 0. The decay is peak * (f + (1 - f) * (1 - sqrt(t / T))) with t tokens seen of T, the affine reading of
-    P-206: it starts at the peak and reaches f * peak at t = T."""
+def get_lr(phase, seen):
+    """Learning rate of the step that begins after `seen` tokens of its phase. Phase 1 warms up and stays (P-205); the
+    first step is not wasted at 0. The decay is peak * (f + (1 - f) * (1 - sqrt(t))) with t = seen / all, the affine
+    reading of P-206: it starts at the peak and reaches f * peak at t = 1."""
     if phase["name"] == "phase1":
-        return learning_rate * min(1.0, (step + 1) / max(1, phase["warmup_steps"]))
-    t = min(1.0, step * global_batch * block_size / phase["tokens"])
-    return learning_rate * (final_lr_fraction + (1 - final_lr_fraction) * (1 - math.sqrt(t)))
+        warmup = phase["warmup_steps"] * global_batch * block_size
+        return learning_rate * min(1.0, (seen + step_rows("phase1", seen) * block_size) / max(1, warmup))
+    t = min(1.0, seen / phase["tokens"])
+    fall = {"sqrt": math.sqrt(t), "linear": t, "cosine": (1 - math.cos(math.pi * t)) / 2}[decay_shape]
+    return learning_rate * (final_lr_fraction + (1 - final_lr_fraction) * (1 - fall))
+
+
+def get_mask_prob(phase, seen):
+    """Masked share of the step that begins after `seen` tokens of its phase; None if the phase masks nothing."""
+    start, end = phase["mask_prob"], phase["mask_prob_end"]
+    return start if end is None else start + (end - start) * min(1.0, seen / phase["tokens"])
 
 
 def make_plan(config, machine):
@@ -270,10 +334,11 @@ def make_plan(config, machine):
         shape = ModernBERT(config)
     parameters = sum(p.numel() for p in shape.parameters())
     for phase in phases:
-        share = 1.0 if phase["objective"] == "clm" else phase["mask_prob"]
-        phase["flops_per_token"] = shape.flops_per_token(block_size, phase["objective"] == "clm", share)
-        phase["flops"] = phase["flops_per_token"] * phase["steps"] * global_batch * block_size
-        phase["lr_first_step"], phase["lr_at_end"] = get_lr(phase, 0), get_lr(phase, phase["steps"])
+        middle, clm = get_mask_prob(phase, phase["tokens"] / 2) or 0, phase["clm_share"]
+        phase["flops_per_token"] = clm * shape.flops_per_token(block_size, True, clm_target_share)
+        phase["flops_per_token"] += (1 - clm) * shape.flops_per_token(block_size, False, middle)
+        phase["flops"] = phase["flops_per_token"] * phase["tokens_at_end"]
+        phase["lr_first_step"], phase["lr_at_end"] = get_lr(phase, 0), get_lr(phase, phase["tokens_at_end"])
     rows = global_batch // machine.world_size
     return {
         "init_from": init_from,
@@ -287,7 +352,8 @@ def make_plan(config, machine):
         "parameters_without_embeddings": parameters - config.vocab_size * config.hidden_size,
         "flops": sum(phase["flops"] for phase in phases),
         "memory_gb_per_rank": memory_estimate(config, parameters, machine.world_size),
-        "device": str(machine.device),
+        "device": machine.device.type,
+        "hardware": torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else "no GPU",
         "dtype": str(machine.dtype).removeprefix("torch."),
         "attention": pick_backend(machine.device, machine.dtype) if attention == "auto" else attention,
         "model": config.to_dict(),
@@ -301,25 +367,36 @@ def memory_estimate(config, parameters, world_size):
     buckets, the tensors that a block keeps for its backward pass under bf16, and the loss's chunk of logits."""
     c = config
     states = parameters * (16 + 4 * (world_size > 1))
-    per_token = c.num_hidden_layers * (25 * c.hidden_size + 8 * c.intermediate_size) + 16 * c.hidden_size
+    block = 25 * c.hidden_size + 8 * c.intermediate_size
+    per_token = (4 * c.hidden_size * c.num_hidden_layers + block) if recompute else c.num_hidden_layers * block
+    per_token += 16 * c.hidden_size
     activations = min(micro_batch, global_batch // world_size) * block_size * per_token
-    loss = 2**25 * 10 + c.vocab_size * c.hidden_size * 6
+    loss = 2**27 * 8 + c.vocab_size * c.hidden_size * 6
     return round((states + activations + loss) / 1e9, 2)
 
 
-def describe(plan, n_rows):
-    shape = f"{plan['parameters'] / 1e6:.1f}M parameters from {plan['init_from']}"
-    print(f"{shape}, {plan['world_size']} x {plan['device']}, {plan['dtype']}, attention: {plan['attention']}")
+def describe(plan, manifest, n_rows):
+    """The page at the start: model, data, machine, batch, phases."""
+    shape, info = f"{plan['parameters'] / 1e6:.1f}M parameters from {plan['init_from']}", manifest["splits"]["train"]
+    sources = ", ".join(f"{source['share']:.0%} {source['name']}" for source in manifest["sources"][:6])
+    device = f"{plan['world_size']} x {plan['device']} ({plan['hardware']})"
     ranks = f"{plan['world_size']} ranks x {plan['grad_accum']} micro-batches x {plan['micro_batch']} rows"
-    print(f"{plan['tokens_per_step']:,} tokens a step = {ranks} x {block_size}")
+    print(f"model   {shape}, vocabulary {plan['model']['vocab_size']:,}")
+    print(f"data    {data_dir}: {info['tokens']:,} tokens = {n_rows:,} rows" + (f"; {sources}" if sources else ""))
+    print(f"machine {device}, {plan['dtype']}, attention: {plan['attention']}, torch {plan['torch']}")
+    print(f"step    {plan['tokens_per_step']:,} tokens = {ranks} x {block_size}")
+    if batch_warmup_tokens:
+        print(f"        fewer in the first {batch_warmup_tokens:,} tokens: the batch grows from an eighth to all of it")
     for phase in plan["phases"]:
         if phase["warmup_steps"] > phase["steps"]:
             print(f"note: --warmup_tokens={warmup_tokens} is longer than phase 1, which never reaches the peak")
-        rate = f" at {phase['mask_prob']:.0%}" if phase["mask_prob"] else ""
+        rates = [phase[key] for key in ("mask_prob", "mask_prob_end") if phase[key]]
+        rate = " at " + " to ".join(f"{rate:.0%}" for rate in rates) if rates else ""
         frozen = f", frozen ({freeze_mode}): {phase['frozen']}" if phase["frozen"] else ""
-        passes = phase["steps"] * global_batch / n_rows
+        passes = phase["tokens_at_end"] / block_size / n_rows
         steps = f"{phase['steps']:,} steps, {phase['warmup_steps']} of warmup"
-        print(f"{phase['name']}: {phase['objective']}{rate}, {steps}, {passes:.2f} passes over the rows{frozen}")
+        print(f"{phase['name']:7} {phase['objective']}{rate}, {steps}, {passes:.2f} passes over the rows{frozen}")
+    sys.stdout.flush()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -331,8 +408,11 @@ def load_data(folder):
     path = Path(folder) / "manifest.json"
     if not path.is_file():
         fail(f"--data_dir={folder}: no manifest.json there; run prepare_data.py first, or point at its out_dir")
-    manifest = json.loads(path.read_text("utf-8"))
-    kind, tokens = np.dtype(manifest["dtype"]), {}
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        kind, tokens = np.dtype(manifest["dtype"]), {}
+    except (ValueError, KeyError) as error:
+        fail(f"--data_dir={folder}: manifest.json is damaged ({error}); run prepare_data.py again")
     for split, info in manifest["splits"].items():
         file, size = Path(folder) / info["file"], info["tokens"] * kind.itemsize
         if not file.is_file() or file.stat().st_size != size:
@@ -364,9 +444,9 @@ def ordinary_ids(vocab_size, special_ids):
     return np.setdiff1d(np.arange(vocab_size), special_ids)
 
 
-def mask_row(tokens, probability, address, special_ids, mask_id, vocab_size):
+def mask_row(tokens, probability, address, special_ids, mask_id, vocab_size, split=BERT_SPLIT):
     """BERT's corruption of one row (T,): of the chosen positions 80% become [MASK], 10% a random ordinary token, 10%
-    stay (P-204). -> inputs (T,), labels (T,) with IGNORE where nothing is predicted.
+    stay (P-204; `split`). -> inputs (T,), labels (T,) with IGNORE where nothing is predicted.
 
     Random numbers are addressed, not streamed: `address` (seed, row, pass) alone decides them, so they are the same
     for any number of ranks, any micro-batch, and after a resume."""
@@ -377,13 +457,15 @@ def mask_row(tokens, probability, address, special_ids, mask_id, vocab_size):
     chosen = draw < probability
     if not mask_special:
         chosen &= ~np.isin(tokens, special_ids)
-    inputs = np.where(chosen & (kind < 0.8), mask_id, tokens)
-    inputs = np.where(chosen & (kind >= 0.8) & (kind < 0.9), replacement, inputs)
+    masked, replaced = split[0], split[0] + split[1]
+    inputs = np.where(chosen & (kind < masked), mask_id, tokens)
+    inputs = np.where(chosen & (kind >= masked) & (kind < replaced), replacement, inputs)
     return inputs, np.where(chosen, tokens, IGNORE)
 
 
-def make_batch(data, rows, goal, probability, seed, manifest):
-    """rows [(row, pass), ...] of `data` as one flat stream -> the arguments of the model's call."""
+def make_batch(data, rows, goal, rate, seed, manifest, split=BERT_SPLIT):
+    """rows [(row, pass), ...] of `data` as one flat stream -> the arguments of the model's call. `rate` is the share of
+    positions that are targets: masked for mlm, kept for clm."""
     names = manifest["tokenizer"]
     mask_args = names["special_ids"], names["mask_token_id"], names["vocab_size"]
     inputs, labels, starts = [], [], []
@@ -393,28 +475,42 @@ def make_batch(data, rows, goal, probability, seed, manifest):
         if mask_documents:  # a sequence begins after every end of document
             starts.extend(i * block_size + np.flatnonzero(tokens[:-1] == names["eos_token_id"]) + 1)
         if goal == "mlm":
-            tokens, targets = mask_row(tokens, probability, [seed, row, pass_], *mask_args)
+            tokens, targets = mask_row(tokens, rate, [seed, row, pass_], *mask_args, split)
             labels.append(targets)
         inputs.append(tokens)
     cu_seqlens = torch.tensor([*starts, len(rows) * block_size], dtype=torch.int32)
     inputs = torch.from_numpy(np.concatenate(inputs))
     labels = torch.from_numpy(np.concatenate(labels)) if goal == "mlm" else next_token_labels(inputs, cu_seqlens)
+    if goal == "clm" and rate < 1:  # the draws of mask_row, and position i predicts token i + 1
+        draws = np.concatenate([np.random.default_rng([seed, *row]).random(block_size) for row in rows])
+        labels[torch.from_numpy(np.roll(draws, -1) >= rate)] = IGNORE
     longest = int(cu_seqlens.diff().max())
     args = {"input_ids": inputs, "labels": labels, "cu_seqlens": cu_seqlens, "max_seqlen": longest}
     return {**args, "is_causal": goal == "clm"}
 
 
-def load_step(data, first_sample, phase, machine, manifest):
-    """One optimizer step of this rank: its micro-batches, their number of targets, and a hash of the rows that all
-    ranks together read, which proves in the log that twins saw the same."""
-    rows = rows_of_samples(first_sample, global_batch, len(data) // block_size, data_seed)
-    digest = hashlib.blake2b(np.array(rows, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
-    mine = rows[machine.rank :: machine.world_size]
-    batches = [
-        make_batch(data, mine[i : i + micro_batch], phase["objective"], phase["mask_prob"], seed, manifest)
-        for i in range(0, len(mine), micro_batch)
-    ]
-    return batches, sum(int((b["labels"] != IGNORE).sum()) for b in batches), digest
+def load_step(data, place, phase, machine, manifest):
+    """The optimizer step of this rank that begins at `place` -> its micro-batches, their number of targets, and the
+    rows [(row, pass), ...] that all ranks together read."""
+    count = step_rows(phase["name"], place.phase_tokens)
+    rows = rows_of_samples(place.samples, count, len(data) // block_size, data_seed)
+    n_clm = round(phase["clm_share"] * count)
+    goals = ["clm"] * n_clm + ["mlm"] * (count - n_clm)
+    if phase["objective"] == "mixed":  # which rows are which is addressed, too
+        np.random.default_rng([seed, place.samples, 0, 1]).shuffle(goals)
+    batches = []
+    for goal, rate in (("clm", clm_target_share), ("mlm", get_mask_prob(phase, place.phase_tokens))):
+        pairs = list(zip(rows, goals, strict=True))[machine.rank :: machine.world_size]
+        mine = [row for row, its_goal in pairs if its_goal == goal]
+        for i in range(0, len(mine), micro_batch):
+            batch = make_batch(data, mine[i : i + micro_batch], goal, rate, seed, manifest, mask_split)
+            batches.append(machine.pin(batch))
+    return batches, sum(int((b["labels"] != IGNORE).sum()) for b in batches), rows
+
+
+def hash_rows(rows):
+    """Proves in the log that twins read the same."""
+    return hashlib.blake2b(np.array(rows, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -470,7 +566,8 @@ def evaluate(model, data, goal, manifest, machine):
     loss_sum, n_targets, was_training = 0.0, 0, model.training
     model.eval()
     for i in range(0, len(mine), micro_batch):
-        batch = make_batch(data, mine[i : i + micro_batch], goal, EVAL_MASK_PROB, EVAL_SEED, manifest)
+        rate = EVAL_MASK_PROB if goal == "mlm" else 1.0
+        batch = make_batch(data, mine[i : i + micro_batch], goal, rate, EVAL_SEED, manifest)
         with machine.autocast():
             out = model(**machine.load(batch))
         loss_sum, n_targets = loss_sum + out.loss_sum.item(), n_targets + out.n_targets
@@ -483,44 +580,82 @@ def evaluate(model, data, goal, manifest, machine):
 # Checkpoints
 
 
-@dataclass
+@dataclass(frozen=True)
 class Place:
     """Where in the timeline a run stands."""
 
     phase: int = 0  # index into plan["phases"]
-    phase_step: int = 0  # steps done in this phase: what the schedule counts
+    phase_step: int = 0  # steps done in this phase
+    phase_tokens: int = 0  # tokens seen in this phase: what the schedules count
     step: int = 0  # steps done in all: what the log counts
+    tokens: int = 0  # tokens seen in all
     samples: int = 0  # rows read: where in the data
 
+    def after(self, rows):
+        """The place one step of `rows` rows later."""
+        tokens = rows * block_size
+        return Place(self.phase, self.phase_step + 1, self.phase_tokens + tokens, self.step + 1, self.tokens + tokens,
+                     self.samples + rows)  # fmt: skip
 
-def save_checkpoint(name, model, optimizer, place, plan):
+
+def copy_out(model, optimizer):
+    """The weights and moments of this moment in the CPU's memory, while training goes on -> a model without a device
+    of its own to train on, and the moments by name, never by position."""
+    with torch.device("meta"):
+        copied = ModernBERT(model.config)
+    weights = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items() if k != "decoder.weight"}
+    copied.load_state_dict(weights, strict=False, assign=True)
+    copied.tie_weights()
+    names = {p: n for n, p in model.named_parameters()}
+    moments = {names[p]: {k: v.to("cpu", copy=True) for k, v in m.items()} for p, m in optimizer.state.items()}
+    return copied, moments
+
+
+def flush(path):
+    """A file or directory to the disk itself, so that it outlives a loss of power."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+def remove(folder):
+    """Gone at once, so that nobody resumes from a half of it; then deleted."""
+    gone = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def write_checkpoint(name, copied, moments, place, plan, manifest, waited):
     """out_dir/name, whole or not at all: written beside it, flushed to disk, then renamed."""
-    target, part = Path(out_dir) / name, Path(out_dir) / f".{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    names = {p: n for n, p in model.named_parameters()}  # by name, never by position
-    moments = {names[p]: moments for p, moments in optimizer.state.items()}
-    state = {"place": asdict(place), "settings": plan["settings"], "data": plan["data"]}
+    began, out = time.perf_counter(), Path(out_dir)
+    target, part = out / name, out / f".{name}.part"
+    if target.exists():  # from the same step of this run
+        return
+    for left in out.glob(".*.part"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
     try:
-        model.save_pretrained(part)
+        if not all(torch.isfinite(weight).all() for weight in copied.parameters()):
+            raise ValueError("the weights hold NaN or infinity")
+        copied.save_pretrained(part)
         for file in (Path(data_dir) / "tokenizer").glob("*"):
             shutil.copy(file, part)
+        if not name.startswith("step_"):
+            (part / "README.md").write_text(model_card(name, plan, manifest), "utf-8")
+        state = {"place": asdict(place), "settings": plan["settings"], "data": plan["data"], "start": plan["init_from"]}
         torch.save({**state, "optimizer": moments}, part / "train_state.pt")
-        for file in part.iterdir():
-            with open(file, "rb") as f:
-                os.fsync(f.fileno())
+        for file in (*part.iterdir(), part):
+            flush(file)
+        os.replace(part, target)
+        flush(out)
     except Exception as error:  # OSError, or the words that safetensors and torch have for a full disk
         shutil.rmtree(part, ignore_errors=True)
-        fail(f"--out_dir={out_dir}: checkpoint {name} was not written ({error}); make room, then --init_from=resume")
-    old = Path(out_dir) / f".{name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(part, target)
-    shutil.rmtree(old, ignore_errors=True)
-    rolling = sorted(Path(out_dir).glob("step_*"))
+        fail(f"--out_dir={out_dir}: checkpoint {name} was not written ({error}), with {shutil.disk_usage(out).free:,} "
+             "bytes free there; make room, then --init_from=resume goes on from the last one")
+    rolling = sorted(out.glob("step_*"))
     for old in rolling[:-keep_ckpts] if keep_ckpts else []:
-        shutil.rmtree(old, ignore_errors=True)
-    print(f"saved {target}")
+        remove(old)
+    say(f"saved {target}: training waited {waited:.2f} s, written in {time.perf_counter() - began:.2f} s")
 
 
 def read_state(folder):
@@ -531,16 +666,28 @@ def read_state(folder):
         return None
     except Exception as error:
         reason = str(error).split("\n")[0][:100]
-        fail(f"--init_from={folder}: train_state.pt is damaged ({reason}); move that directory away and resume, "
-             "or start from another checkpoint")
+        raise ValueError(f"train_state.pt is damaged: {reason}") from None
 
 
 def newest_checkpoint():
-    """The checkpoint of out_dir that has seen most steps."""
-    folders = [p.parent for p in Path(out_dir).glob("[!.]*/train_state.pt")]
-    if not folders:
+    """The checkpoint of out_dir that has seen most steps. A damaged one stops everything: which other to go on from, at
+    the price of its steps, is for a person to say."""
+    steps, damaged = {}, []
+    for folder in sorted(file.parent for file in Path(out_dir).glob("[!.]*/train_state.pt")):
+        try:
+            place = read_state(folder)["place"]
+            with safe_open(folder / "model.safetensors", "pt"):  # is the file as long as its header says?
+                json.loads((folder / "config.json").read_text("utf-8"))
+            steps[folder] = place["step"], folder.name == "final"
+        except Exception as error:
+            damaged.append(f"{folder} is damaged ({' '.join(str(error).split())[:150]})")
+    best = max(steps, key=steps.get, default=None)
+    if damaged:
+        way_out = f"resume again, from {best} at step {steps[best][0]}" if best else "start the run again"
+        fail(f"--init_from=resume: {'; '.join(damaged)}; move it away and {way_out}")
+    if not best:
         fail(f"--init_from=resume: --out_dir={out_dir} holds no checkpoint; start the run without init_from=resume")
-    return max(folders, key=lambda p: (read_state(p)["place"]["step"], p.name == "final"))
+    return best
 
 
 def start_model(manifest, machine):
@@ -552,17 +699,22 @@ def start_model(manifest, machine):
     model = load_model(folder, setting="init_from", attn_out_dropout=dropout).to(machine.device)
     folder = find_checkpoint(str(folder))  # a hub id -> where it was downloaded to
     files = Path(folder) / "tokenizer.json", Path(data_dir) / "tokenizer" / "tokenizer.json"
-    if all(file.is_file() for file in files):  # token ids mean nothing to a model of another vocabulary
-        ours, theirs = (json.loads(file.read_text("utf-8"))["model"].get("vocab") for file in files)
-        if ours != theirs:
-            fail(f"--data_dir={data_dir}: tokenized with another vocabulary than that of --init_from={folder}; prepare "
-                 f"the data again with --tokenizer={folder}")
-    return model, folder, read_state(folder)
+    ours = theirs = None
+    try:
+        state = read_state(folder)
+        if all(file.is_file() for file in files):  # token ids mean nothing to a model of another vocabulary
+            ours, theirs = (json.loads(file.read_text("utf-8"))["model"].get("vocab") for file in files)
+    except (ValueError, KeyError) as error:
+        fail(f"--init_from={folder}: {error}; expected a whole checkpoint, start from another one")
+    if ours != theirs:
+        fail(f"--data_dir={data_dir}: tokenized with another vocabulary than that of --init_from={folder}; prepare "
+             f"the data again with --tokenizer={folder}")
+    return model, folder, state
 
 
 def check_tokenizer(names, phases):
     """Does the data's tokenizer have the tokens that the run needs?"""
-    if names["mask_token_id"] is None and any(phase["objective"] == "mlm" for phase in phases):
+    if names["mask_token_id"] is None and any(phase["objective"] != "clm" for phase in phases):
         fail(f"--data_dir={data_dir}: its tokenizer has no mask token; expected --objective=clm with --decay_tokens=0")
     if mask_documents and names["eos_token_id"] is None:
         fail(f"--mask_documents=True: the tokenizer of {data_dir} has no token that ends a document")
@@ -591,6 +743,8 @@ def restore(state, folder, plan, model, optimizer, rank):
     resume, branch = init_from == "resume", branches_off()
     if not state or not (resume or branch):
         return Place()
+    if state["place"].keys() != asdict(Place()).keys():
+        fail(f"--init_from={init_from}: train_state.pt of {folder} is from another version of train.py; use that one")
     changed = [
         f"{key} was {old}, is {plan['settings'][key]}"
         for key, old in state["settings"].items()
@@ -604,10 +758,10 @@ def restore(state, folder, plan, model, optimizer, rank):
 
     place = Place(**state["place"])
     if branch:
-        place.phase = place.phase_step = 0
+        place = replace(place, phase=0, phase_step=0, phase_tokens=0)
         same_rows = [state["settings"][key] == plan["settings"][key] for key in ("block_size", "data_seed")]
         if state["data"] != plan["data"] or not all(same_rows):
-            place.samples = 0
+            place = replace(place, samples=0)
             if rank == 0:
                 print("note: other data, block_size or data_seed than the checkpoint's; reading from the start")
     if resume or keep_optimizer:
@@ -622,20 +776,82 @@ def restore(state, folder, plan, model, optimizer, rank):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The model card
+
+
+def table(title, head, rows):
+    """A titled markdown table of a heading 'a | b' and its rows; nothing without rows."""
+    def cell(x):
+        return "" if x is None else f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
+
+    lines = [head, " | ".join("--" for _ in head.split(" | ")), *(" | ".join(map(cell, row)) for row in rows)]
+    return f"## {title}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n\n" if rows else ""
+
+
+def model_card(name, plan, manifest):
+    """README.md of a phase end; the hub reads what is between the dashes."""
+    start, info, settings = plan["init_from"], manifest["splits"]["train"], plan["settings"]
+    on_hub = start.count("/") == 1 and start[0] not in "./~" and not Path(start).exists()
+    phases = plan["phases"][:1] if name == "phase1" else plan["phases"]
+    phases = [[p[k] for k in ("name", "objective", "mask_prob", "tokens_at_end", "steps", "frozen")] for p in phases]
+    sources = [[source[k] for k in ("name", "train_tokens", "share")] for source in manifest["sources"]]
+    evals = [event for event in read_log("log.jsonl") if event["kind"] == "eval"]
+    evals = [*evals[:1], *{event["phase_name"]: event for event in evals}.values()]  # the first, and the last of each
+    held_out = [[event[k] for k in ("phase_name", "tokens", "val_mlm", "val_clm")] for event in evals]
+    scored = [row for row in read_log("results.jsonl") if "macro_f1" in row.get("test", ())]
+    scores = [[row["model"], row["task"], row["seed"], row["test"]["macro_f1"]] for row in scored]
+    tables = table("Training", "phase | objective | mask rate | tokens | steps | frozen", phases)
+    tables += table("Data", "source | tokens | share", sources)
+    tables += table("Held-out loss, nats a target", f"phase | tokens | MLM at {EVAL_MASK_PROB:.0%} | CLM", held_out)
+    tables += table("Evaluation", "model | task | seed | macro-F1", scores)
+    return f"""---
+library_name: transformers
+pipeline_tag: fill-mask
+{f"base_model: {start}" if on_hub else "# base_model: none on the hub"}
+tags: [modernbert, continued-pretraining]
+# license: yours to choose, within the terms of the start model and of the data
+---
+
+# {Path(out_dir).name}, {name}
+
+A ModernBERT of {plan["parameters"] / 1e6:.1f}M parameters, trained from {start} on {info["tokens"]:,} tokens in
+{info["documents"]:,} documents of {Path(data_dir).name} (sha256 {info["sha256"]}).
+`AutoModelForMaskedLM.from_pretrained(...)` loads it in float32 or bfloat16.
+
+{tables}## Recipe
+
+Seeds: {seed} (masks, dropout) and {data_seed} (order of rows). Hardware: {plan["world_size"]} x {plan["device"]}
+({plan["hardware"]}), {plan["dtype"]}, attention {plan["attention"]}, torch {plan["torch"]}. All settings:
+
+    {", ".join(f"{key}={settings[key]!r}" for key in IDENTITY)}
+"""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The loop
 
 
+def read_log(name):
+    """The objects of out_dir/name, a file of JSON lines. A crash may have cut lines short: they are left out."""
+    path, found = Path(out_dir) / name, []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 class Log:
-    """Appends every event to log.jsonl, and feeds TensorBoard or wandb where asked for."""
+    """Appends every event to log.jsonl, feeds TensorBoard or wandb where asked for, and prints the steps."""
 
     def __init__(self, plan, step):
         path = Path(out_dir) / "log.jsonl"
-        if path.exists():  # steps after the checkpoint are done again: forget their lines
-            lines = path.read_text("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.with_suffix(".part").write_text("".join(kept), "utf-8")
-            os.replace(path.with_suffix(".part"), path)
+        kept = [event for event in read_log(path.name) if event["step"] <= step]  # later steps are done again
+        path.with_suffix(".part").write_text("".join(json.dumps(event) + "\n" for event in kept), "utf-8")
+        os.replace(path.with_suffix(".part"), path)
         self.file = open(path, "a", encoding="utf-8", buffering=1)
+        self.recent, self.taken, self.printed = deque(maxlen=100), 0, -math.inf  # losses; steps here; time of a line
         self.board = self.run = None
         try:
             if tensorboard:
@@ -658,20 +874,103 @@ class Log:
         if self.run:
             self.run.log(numbers, step=event["step"])
 
+    def step(self, event, rows, done, last_step, seconds_left):
+        """One step: into the file, onto the screen, and a word if its loss is out of line."""
+        self.write(kind="step", **event)
+        if event["phase_step"] == 1:
+            self.recent.clear()
+        if is_spike(event["loss"], self.recent):
+            self.write(kind="spike", **event, rows=rows)
+            say(f"spike: loss {event['loss']:.4f} in step {event['step']}, {show_rows(rows)}")
+        self.recent.append(event["loss"])
+        self.taken += 1
+        if self.taken == 5:
+            say(f"at this pace the {last_step - event['step']:,} steps left take {clock(seconds_left)}")
+        quiet = compact and not sys.stdout.isatty() and time.perf_counter() - self.printed < 60
+        if done or (event["step"] % log_every == 0 and not quiet):
+            print_step(event, last_step, seconds_left)
+            self.printed = time.perf_counter()
+
+
+def is_spike(loss, recent):
+    """A loss above the median of up to 100 steps before it by 10 of their median absolute deviations (some 7 standard
+    deviations, but blind to earlier spikes). The first 20 steps of a phase, or after a resume, are not judged."""
+    if len(recent) < 20:
+        return False
+    return loss > np.median(recent) + 10 * np.median(np.abs(np.array(recent) - np.median(recent)))
+
+
+def show_rows(rows):
+    """For a message: the first rows of a step, and the hash by which the log knows them."""
+    return f"rows {', '.join(str(row) for row, _ in rows[:4])}, ... of train.bin (hash {hash_rows(rows)})"
+
+
+def clock(seconds):
+    """7,384 -> '2:03:04'."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
 
 def print_step(event, last_step, seconds_left):
-    minutes, seconds = divmod(int(seconds_left), 60)
-    print(
+    line = (
         f"{event['phase_name']:6} {event['objective']}  step {event['step']:{len(str(last_step))}}/{last_step}  "
-        f"loss {event['loss']:7.4f}  grad {event['grad_norm']:6.3f}  lr {event['lr']:.2e}  "
-        f"{event['tok_per_s'] / 1e3:7.1f}k tok/s  " + (f"mfu {event['mfu']:5.1%}  " if event["mfu"] else "")
-        + f"left {minutes // 60}:{minutes % 60:02}:{seconds:02}",
-        flush=True,
+        f"loss {event['loss']:7.4f}  " + ("" if compact else f"grad {event['grad_norm']:6.3f}  lr {event['lr']:.2e}  ")
+        + f"{event['tok_per_s'] / 1e3:7.1f}k tok/s  " + (f"mfu {event['mfu']:5.1%}  " if event["mfu"] else "")
+        + f"left {clock(seconds_left)}"
     )
+    if compact and sys.stdout.isatty():
+        print("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+    else:
+        print(line, flush=True)
+
+
+def listen():
+    """SIGTERM, Ctrl-C and SIGHUP ask a run to save and stop before its next step -> the list that collects them."""
+    signals = []
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, b"stopping after this step; once more to stop now, without saving\n")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    return signals
+
+
+def compare_ranks(model, machine, step):
+    """Do all ranks hold the same weights, bit for bit? The sum of their bits, read as integers, tells."""
+    mine = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in model.parameters()]).sum()[None]
+    sums = [torch.empty_like(mine) for _ in range(machine.world_size)]
+    dist.all_gather(sums, mine)
+    others = [rank for rank, their in enumerate(sums) if their != sums[0]]
+    if others:
+        fail(f"--check_ranks={check_ranks}: after step {step}, ranks {others} hold other weights than rank 0: expected "
+             f"the same; look at the machines, then go on from the last checkpoint in {out_dir}")
+
+
+def take_step(model, runner, optimizer, phase, place, batches, targets, rows, machine):
+    """Backward, freeze, clip, update -> what the log says of it."""
+    lr = get_lr(phase, place.phase_tokens)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = forward_backward(runner, batches, targets, machine, (seed, place.samples, machine.rank))
+    freeze(model, phase["frozen"])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    loss, grad_norm = machine.sum(loss_sum)[0] / max(1, targets), norm.item()
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        fail(f"step {place.step + 1}, {show_rows(rows)}: loss {loss}, gradient norm {grad_norm}: expected finite "
+             f"numbers; the last checkpoint in {out_dir} is good, start a new run from it with a lower "
+             "--learning_rate, --grad_clip=1.0, --dtype=float32, or another --data_seed to meet other rows")
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "targets": targets}
 
 
 def train(plan, manifest, tokens, model, folder, state, machine):
-    """-> exit code: 0, or 128 + the number of the signal that stopped the run."""
+    """-> exit code: 0, also after SIGTERM with everything saved; 130 after Ctrl-C."""
     phases, master = plan["phases"], machine.rank == 0
     peak, gpu_name = (peak_tflops, "--peak_tflops") if peak_tflops else peak_tflops_of(machine.device)
     if peak and master:
@@ -680,114 +979,100 @@ def train(plan, manifest, tokens, model, folder, state, machine):
     place = restore(state, folder, plan, model, optimizer, machine.rank)
     if place.phase == len(phases):
         if master:
-            print(f"{folder}: this run is finished, nothing is left to do")
+            (Path(folder) / "README.md").write_text(model_card("final", plan, manifest), "utf-8")
+            print(f"{folder}: this run is finished, nothing is left to do but its model card, which is up to date")
         return 0
     last_step = place.step + sum(p["steps"] for p in phases[place.phase :]) - place.phase_step
+    last_token = place.tokens + sum(p["tokens_at_end"] for p in phases[place.phase :]) - place.phase_tokens
 
     model.backend = plan["attention"]
+    model.model.recompute = recompute
     if compile:
-        torch._dynamo.config.recompile_limit = 64  # 3 kinds of block x causal or not x train or eval, beyond its 8
-        for layer in model.model.layers:
-            layer.compile()  # in place: no new module, no prefix in the names
+        try:
+            model.compile_blocks()
+        except OSError as error:
+            fail(f"--compile=True: {error}; install one, or leave compile off")
     gpu = [machine.device.index] if machine.device.type == "cuda" else None
     runner = DDP(model, device_ids=gpu) if machine.world_size > 1 else model
     log = Log(plan, place.step) if master else None
-    loader = ThreadPoolExecutor(max_workers=1)  # reads and masks the next step while this one computes
-    signals = []  # those that asked us to stop
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-        if master:
-            os.write(2, b"stopping after this step; once more to stop now, without saving\n")
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    # one thread reads and masks the next step while this one computes, another writes checkpoints
+    loader, writer = ThreadPoolExecutor(1, initializer=machine.claim), ThreadPoolExecutor(1)
+    writing = writer.submit(int)  # the checkpoint being written; the first is none
+    signals = listen()
 
     def save(name):
+        """Training waits for the copy alone, and for the checkpoint before where that is still being written."""
+        nonlocal writing
+        began = time.perf_counter()
+        writing.result()  # raises what went wrong there
         if master:
-            save_checkpoint(name, model, optimizer, place, plan)
-        if machine.world_size > 1:
-            dist.barrier()
+            copies = copy_out(model, optimizer)
+            waited = time.perf_counter() - began
+            writing = writer.submit(write_checkpoint, name, *copies, place, plan, manifest, waited)
 
     def hold_out(phase):
         if eval_rows:
             maskable = manifest["tokenizer"]["mask_token_id"] is not None
             mlm = evaluate(model, tokens["val"], "mlm", manifest, machine) if maskable else None
-            causal = phase["objective"] == "clm"
+            causal = phase["objective"] != "mlm"
             clm = evaluate(model, tokens["val"], "clm", manifest, machine) if causal else None
             if master:
                 losses = {"mlm": mlm, "clm": clm}.items()
-                print("held out: " + ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses if loss is not None))
-                seen = place.step * plan["tokens_per_step"]
-                log.write(kind="eval", phase_name=phase["name"], step=place.step, tokens=seen, val_mlm=mlm, val_clm=clm)
-
-    def take_step(phase, batches, targets):
-        """-> what the log says of it"""
-        lr = get_lr(phase, place.phase_step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss_sum = forward_backward(runner, batches, targets, machine, (seed, place.samples, machine.rank))
-        freeze(model, phase["frozen"])
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        loss, grad_norm = machine.sum(loss_sum)[0] / max(1, targets), norm.item()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            fail(f"step {place.step + 1}: loss {loss}, gradient norm {grad_norm}: expected finite numbers; the last "
-                 f"checkpoint in {out_dir} is good, start from it with a lower --learning_rate or --grad_clip=1.0")
-        if grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "targets": targets}
+                say("held out: " + ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses if loss is not None))
+                where = {"phase_name": phase["name"], "step": place.step, "tokens": place.tokens}
+                log.write(kind="eval", **where, val_mlm=mlm, val_clm=clm)
 
     if place.phase_step == 0 and init_from != "resume":
         hold_out(phases[0])
     model.train()
-    pace = None  # seconds a step, smoothed
+    pace = None  # seconds a token, smoothed
     while place.phase < len(phases):
         phase, ahead = phases[place.phase], None
         while place.phase_step < phase["steps"]:
             began = time.perf_counter()
             request = (phase, machine, manifest)
-            batches, targets, rows = ahead.result() if ahead else load_step(tokens["train"], place.samples, *request)
-            ahead = loader.submit(load_step, tokens["train"], place.samples + global_batch, *request)
+            batches, targets, rows = ahead.result() if ahead else load_step(tokens["train"], place, *request)
+            following = place.after(len(rows))
+            ahead = loader.submit(load_step, tokens["train"], following, *request)
             targets, stopping = machine.sum(targets, len(signals))  # all ranks stop before the same step
             if stopping:  # at once: torchrun kills its workers 30 s after it has passed a signal on
                 save(f"step_{place.step:08d}")
+                writing.result()
                 loader.shutdown(cancel_futures=True)
                 if master:
-                    print(f"stopped by a signal after step {place.step}; go on with --init_from=resume", flush=True)
-                return 128 + (signals or [signal.SIGTERM])[0]
-            event = take_step(phase, batches, int(targets))
-            place.step += 1
-            place.phase_step += 1
-            place.samples += global_batch
+                    say(f"stopped by a signal after step {place.step}; go on with --init_from=resume")
+                return 128 + signal.SIGINT if signal.SIGINT in signals else 0
+            event = take_step(model, runner, optimizer, phase, place, batches, int(targets), rows, machine)
+            before, place = place, following
+            if check_ranks and machine.world_size > 1 and place.step % check_ranks == 0:
+                compare_ranks(model, machine, place.step)
+            if writing.done():
+                writing.result()
 
-            seconds, seen = time.perf_counter() - began, place.step * plan["tokens_per_step"]
-            pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
-            speed = plan["tokens_per_step"] / seconds
-            flops = speed * phase["flops_per_token"] / machine.world_size
+            seconds, n_tokens = time.perf_counter() - began, place.tokens - before.tokens
+            pace = 0.9 * pace + 0.1 * seconds / n_tokens if pace else seconds / n_tokens
+            flops = n_tokens / seconds * phase["flops_per_token"] / machine.world_size
             event |= {"phase": place.phase + 1, "phase_name": phase["name"], "objective": phase["objective"],
-                      "step": place.step, "phase_step": place.phase_step, "tokens": seen, "tok_per_s": speed,
-                      "mfu": flops / (peak * 1e12) if peak else None, "rows_hash": rows}
+                      "step": place.step, "phase_step": place.phase_step, "tokens": place.tokens,
+                      "tok_per_s": n_tokens / seconds, "mfu": flops / (peak * 1e12) if peak else None,
+                      "rows_hash": hash_rows(rows)}
             done = place.phase_step == phase["steps"]
             if master:
-                log.write(kind="step", **event)
-                if place.step % log_every == 0 or done:
-                    print_step(event, last_step, pace * (last_step - place.step))
-            if done or crosses(eval_every_tokens, seen, plan["tokens_per_step"]):
+                log.step(event, rows, done, last_step, pace * (last_token - place.tokens))
+            if done or crosses(eval_every_tokens, before.tokens, place.tokens):
                 hold_out(phase)
-            if not done and crosses(ckpt_every_tokens, seen, plan["tokens_per_step"]):
+            if not done and crosses(ckpt_every_tokens, before.tokens, place.tokens):
                 save(f"step_{place.step:08d}")
-        place.phase, place.phase_step = place.phase + 1, 0
+        place = replace(place, phase=place.phase + 1, phase_step=0, phase_tokens=0)
         save("final" if place.phase == len(phases) else phase["name"])
     loader.shutdown(cancel_futures=True)
+    writing.result()
     return 0
 
 
-def crosses(every, seen, tokens_per_step):
-    """Did the last step reach or pass a multiple of `every` tokens?"""
-    return seen // every > (seen - tokens_per_step) // every
+def crosses(every, before, after):
+    """Did a step from `before` to `after` tokens reach or pass a multiple of `every`?"""
+    return after // every > before // every
 
 
 def main():
@@ -816,28 +1101,37 @@ def main():
              "or throw it away with --overwrite=True")
     if fresh and old_run and Path(out_dir).resolve() in Path(init_from).resolve().parents:
         fail(f"--init_from={init_from}: lies in the run that --overwrite=True would throw away; choose another out_dir")
+    ours = [folder for name in ("step_*", "phase1", "final") for folder in Path(out_dir).glob(name)]
+    if strange := [folder for folder in ours if not (folder / "train_state.pt").exists()]:
+        fail(f"--out_dir={out_dir}: {strange[0].name} is not of train.py and stands in its way; move it elsewhere")
     manifest, tokens = load_data(data_dir)
     model, folder, state = start_model(manifest, machine)
     if manifest["tokenizer"]["vocab_size"] > model.config.vocab_size:
         fail(f"--data_dir={data_dir}: its tokenizer has {manifest['tokenizer']['vocab_size']} tokens, the model only "
              f"{model.config.vocab_size}; prepare it with the model's own tokenizer, or set --vocab_size")
-    plan = make_plan(model.config, machine) | {"data": manifest["splits"]["train"]["sha256"]}
+    plan = make_plan(model.config, machine)
+    plan["data"] = {"train": manifest["splits"]["train"]["sha256"], "tokenizer": manifest["tokenizer"]}
+    if not fresh:
+        plan["init_from"] = state.get("start")
     check_tokenizer(manifest["tokenizer"], plan["phases"])
     if branches_off() and keep_optimizer and not (state and state["optimizer"]):
         fail(f"--init_from={init_from}: a decay (phase1_tokens=0) continues the optimizer of phase 1, and there is no "
              "train_state.pt; use a checkpoint of train.py, or start afresh with --keep_optimizer=False")
     if machine.world_size > 1:
         dist.barrier()  # all have read what they need before rank 0 tidies up
-    if machine.rank == 0:
-        if fresh:
-            for old in old_run:
-                shutil.rmtree(old.parent) if old.name == "train_state.pt" else old.unlink()
-            Path(out_dir).mkdir(parents=True, exist_ok=True)
-            (Path(out_dir) / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", "utf-8")
-        describe(plan, len(tokens["train"]) // block_size)
-    if machine.world_size > 1:
-        dist.barrier()
-    code = train(plan, manifest, tokens, model, folder, state, machine)
+    try:
+        if machine.rank == 0:
+            if fresh:
+                for old in old_run:
+                    remove(old.parent) if old.name == "train_state.pt" else old.unlink()
+                Path(out_dir).mkdir(parents=True, exist_ok=True)
+                (Path(out_dir) / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", "utf-8")
+            describe(plan, manifest, len(tokens["train"]) // block_size)
+        if machine.world_size > 1:
+            dist.barrier()
+        code = train(plan, manifest, tokens, model, folder, state, machine)
+    except OSError as error:
+        fail(f"--out_dir={out_dir}: {error}; make room there or choose another, then --init_from=resume")
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
@@ -845,4 +1139,4 @@ def main():
 
 if __name__ == "__main__":
     configure(globals())
-    sys.exit(main())
+    sys.exit(record(main)())  # record: torchrun shows the error of the rank that failed first

@@ -320,3 +320,38 @@ def test_page_with_undefined_layers(demo):
     pair[:, :3] = np.nan
     (demo / "cka" / "cka.json").write_text(json.dumps(cka_result(pair, SEEDS)))
     assert "| layer 1 | - | - | - | 2.67 | - |" in make(demo)
+
+
+# --- curves of runs that are named one by one
+
+
+def curves_of(*folders, expect=0):
+    command = [sys.executable, Path(report.__file__), *folders]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+def test_curves_of_several_runs_in_one_figure(demo):
+    spike = {"kind": "spike", "phase_name": "decay", "step": 63, "tokens": 516096, "loss": 9.0, "rows": [[1, 0]]}
+    for run in ("clm", "mlm"):
+        log = demo / run / "log.jsonl"
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        for event in events:
+            if event["kind"] == "step":
+                event |= {"grad_norm": 1.0, "lr": 2e-4}
+        log.write_text("".join(json.dumps(e) + "\n" for e in [*events, *([spike] if run == "mlm" else [])]))
+    done = curves_of(demo / "clm", demo / "mlm", demo / "none")
+    assert f"{demo}/clm: step 66 of 66, 0.54M tokens, decay mlm loss 3." in done.stdout
+    assert "held-out MLM loss 3.6000, 1 loss spikes" in done.stdout
+    assert "left out: `none/plan.json` is not there" in done.stdout
+    data = json.loads((demo / "clm/figures/curves.json").read_text())
+    assert list(data) == [f"{demo}/clm", f"{demo}/mlm"] and data[f"{demo}/mlm"]["spikes"] == [63]
+    assert len(data[f"{demo}/clm"]["loss"]) == 66 and data[f"{demo}/clm"]["lr"][0] == [8192, 2e-4]
+    assert (demo / "clm/figures/curves.png").stat().st_size > 10_000
+    assert "</svg>" in (demo / "clm/figures/curves.svg").read_text()
+
+
+def test_curves_of_nothing_are_one_line(tmp_path):
+    done = curves_of(tmp_path / "none", expect=1)
+    assert "no run of train.py" in done.stderr and "Traceback" not in done.stderr

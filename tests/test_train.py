@@ -4,11 +4,18 @@ an interrupted one. Everything is fp32 on the CPU with a model of a few thousand
 import hashlib
 import json
 import math
+import multiprocessing.forkserver
 import os
+import random
 import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +28,8 @@ from configurator import configure
 from model import IGNORE, ModernBERT, ModernBERTConfig, next_token_labels
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and isinstance(v, (str, int, float, bool))}
+PLAIN = (str, int, float, bool, tuple, type(None))
+DEFAULTS = {k: v for k, v in vars(train).items() if k.islower() and k[0] != "_" and isinstance(v, PLAIN)}
 SPECIAL = {"cls_token_id": 0, "sep_token_id": 1, "pad_token_id": 2, "mask_token_id": 3, "unk_token_id": 4}
 VOCAB = 300
 CPU = train.Machine(0, 1, torch.device("cpu"), torch.float32)
@@ -81,7 +89,7 @@ def launch(*args, ranks=0, script=ROOT / "train.py", **popen):
     """train.py in a process of its own, or in several under torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(torchrun if ranks else [sys.executable]), str(script), *TINY, *map(str, args)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
 
 
@@ -146,7 +154,8 @@ def test_parameters_of_the_configs_are_those_of_the_paper(capsys):
 
 def test_warmup_wastes_no_step_and_reaches_the_peak():
     phase = {"name": "phase1", "warmup_steps": 32}
-    rates = [train.get_lr(phase, i) for i in range(40)]
+    step = train.global_batch * train.block_size
+    rates = [train.get_lr(phase, i * step) for i in range(40)]
     assert rates[0] == pytest.approx(2e-4 / 32) and rates[30] < 2e-4
     assert rates[31] == rates[39] == 2e-4
     assert train.get_lr({"name": "phase1", "warmup_steps": 0}, 0) == 2e-4
@@ -158,8 +167,8 @@ def test_decay_follows_the_affine_root(monkeypatch):
     phase = {"name": "decay", "tokens": 1000.0}
     table = {0: 2.000e-4, 10: 1.431e-4, 25: 1.100e-4, 50: 7.272e-5, 75: 4.412e-5, 100: 2.000e-5}  # P-206
     for step, lr in table.items():
-        assert train.get_lr(phase, step) == pytest.approx(lr, rel=5e-4)
-    assert train.get_lr(phase, 101) == pytest.approx(2e-5)  # the last step may overshoot the budget, never the floor
+        assert train.get_lr(phase, step * 10) == pytest.approx(lr, rel=5e-4)
+    assert train.get_lr(phase, 1010) == pytest.approx(2e-5)  # the last step may overshoot the budget, never the floor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,13 +218,13 @@ def test_a_batch_is_rows_end_to_end_and_documents_can_be_kept_apart(data, monkey
     monkeypatch.setattr(train, "block_size", 64)
     manifest = json.loads((data / "manifest.json").read_text())
     tokens = np.fromfile(data / "train.bin", dtype=np.uint16)
-    batch = train.make_batch(tokens, [(3, 0), (1, 0)], "clm", None, 17, manifest)
+    batch = train.make_batch(tokens, [(3, 0), (1, 0)], "clm", 1.0, 17, manifest)
     expected = np.r_[tokens[192:256], tokens[64:128]].astype(int)
     assert batch["input_ids"].tolist() == expected.tolist() and batch["is_causal"]
     assert batch["cu_seqlens"].tolist() == [0, 64, 128] and batch["max_seqlen"] == 64
     assert batch["labels"].tolist() == [*expected[1:64], IGNORE, *expected[65:], IGNORE]  # T - 1 targets a row, P-203
     monkeypatch.setattr(train, "mask_documents", True)
-    batch = train.make_batch(tokens, [(3, 0), (1, 0)], "clm", None, 17, manifest)
+    batch = train.make_batch(tokens, [(3, 0), (1, 0)], "clm", 1.0, 17, manifest)
     starts = batch["cu_seqlens"].tolist()
     ends = [i + 1 for i, t in enumerate(expected) if t == 1]
     assert starts == sorted({0, 64, 128, *ends})
@@ -363,7 +372,7 @@ def test_sigterm_saves_and_a_resumed_run_ends_bit_identical(straight, data, tmp_
             process.send_signal(signal.SIGTERM)
             break
     rest = process.stdout.read()
-    assert process.wait() == 128 + signal.SIGTERM and "go on with --init_from=resume" in rest
+    assert process.wait() == 0 and "go on with --init_from=resume" in rest
     # what SIGTERM cannot announce: a second run is killed for good, in the decay
     process = launch(f"--data_dir={data}", f"--out_dir={out}", "--init_from=resume")
     for line in process.stdout:
@@ -382,7 +391,7 @@ def test_sigterm_saves_and_a_resumed_run_ends_bit_identical(straight, data, tmp_
 def test_resume_does_not_depend_on_the_micro_batch(straight, data, tmp_path, monkeypatch):
     out = tmp_path / "run"
     stop_after(5, monkeypatch)
-    assert run(f"--data_dir={data}", f"--out_dir={out}", "--dropout=0") == 128 + signal.SIGTERM
+    assert run(f"--data_dir={data}", f"--out_dir={out}", "--dropout=0") == 0 and not (out / "final").exists()
     assert run(f"--data_dir={data}", f"--out_dir={out}", "--dropout=0", "--init_from=resume", "--micro_batch=8") == 0
     run(f"--data_dir={data}", f"--out_dir={tmp_path}/straight", "--dropout=0")
     for a, b in zip(events(out), events(tmp_path / "straight"), strict=True):
@@ -573,6 +582,11 @@ def test_weights_that_blow_up_stop_the_run_before_they_are_saved(data, tmp_path,
     [
         (["--objective=mml"], "--objective=mml: expected one of clm, mlm"),
         (["--dtype=bf16"], "--dtype=bf16: expected one of auto"),
+        (["--decay_shape=root"], "--decay_shape=root: expected one of sqrt"),
+        (["--mask_split=0.8,0.1"], "--mask_split=(0.8, 0.1): expected three shares"),
+        (["--mask_prob_end=15"], "--mask_prob_end=15: expected None, or a share"),
+        (["--clm_target_share=30.0"], "--clm_target_share=30.0: expected a share"),
+        (["--batch_warmup_tokens=999", "--global_batch=4"], "--global_batch=4: expected a multiple of 8"),
         (["--device=gpu"], "--device=gpu: expected one of auto"),
         (["--attention=flash_attn"], "--attention=flash_attn: expected a CUDA device"),
         (["--mask_prob=30"], "--mask_prob=30.0: expected a share"),
@@ -602,8 +616,6 @@ def test_an_existing_run_is_not_overwritten(straight, data):
 
 
 def test_damaged_files_are_one_line(straight, data, tmp_path):
-    import shutil
-
     shutil.copytree(data, tmp_path / "data")
     with open(tmp_path / "data/train.bin", "ab") as f:
         f.write(b"x")
@@ -635,8 +647,6 @@ def test_progress_line_tells_the_time_left(straight, data, tmp_path, capsys):
 
 
 def test_overwrite_never_deletes_what_it_starts_from_nor_what_is_not_its_own(straight, data, tmp_path):
-    import shutil
-
     shutil.copytree(straight, tmp_path / "run")
     shutil.copytree(straight / "final", tmp_path / "run" / "best")
     args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--overwrite=True", "--phase1_tokens=512")
@@ -647,8 +657,6 @@ def test_overwrite_never_deletes_what_it_starts_from_nor_what_is_not_its_own(str
 
 
 def test_a_tokenizer_without_a_mask_can_do_clm_alone(data, tmp_path):
-    import shutil
-
     shutil.copytree(data, tmp_path / "data")
     manifest = json.loads((data / "manifest.json").read_text())
     manifest["tokenizer"]["mask_token_id"] = None
@@ -657,3 +665,698 @@ def test_a_tokenizer_without_a_mask_can_do_clm_alone(data, tmp_path):
     assert "no mask token" in error_of(*args)
     assert run(*args, "--decay_tokens=0") == 0
     assert [e["val_mlm"] for e in events(tmp_path / "out", "eval")] == [None, None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs of several ranks, and runs that are killed: forks of a process that has imported everything start in no time
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forks():
+    with pytest.MonkeyPatch.context() as patch:  # the process to fork from finds its modules here
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        multiprocessing.forkserver.ensure_running()
+
+
+def forked_main(args, env, output, hook, hook_args):
+    os.environ.update(env)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    if hook:
+        hook(*hook_args)
+    configure(vars(train), [*TINY, *args])
+    sys.exit(train.main())
+
+
+def fork(*args, ranks=1, output, hook=None, hook_args=()):
+    """train.py in processes forked from a clean one -> the processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    Path(output).touch()
+    processes = []
+    for rank in map(str, range(ranks)):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        env = env | {"MASTER_PORT": port} if ranks > 1 else {}
+        arguments = list(map(str, args)), env, str(output), hook, hook_args
+        process = FORKS.Process(target=forked_main, args=arguments, daemon=True)
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def run_forked(*args, ranks=1, output, hook=None, hook_args=()):
+    """-> exit codes, and what all ranks printed."""
+    processes = fork(*args, ranks=ranks, output=output, hook=hook, hook_args=hook_args)
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes], Path(output).read_text()
+
+
+def sigterm_in_step(step):
+    """Hook: this rank gets SIGTERM while it computes its step number `step`; the other ranks only hear of it."""
+    if os.environ.get("RANK", "0") == "0":
+        original, calls = train.forward_backward, []
+
+        def wrapped(*args):
+            calls.append(0)
+            if len(calls) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args)
+
+        train.forward_backward = wrapped
+
+
+def close_to(out, reference, keys=("loss", "grad_norm")):
+    """Every step the same rows and targets, loss and gradient norm to 1e-5."""
+    for a, b in zip(events(out), events(reference), strict=True):
+        assert [a[k] for k in ("step", "tokens", "lr", "targets", "rows_hash")] == [
+            b[k] for k in ("step", "tokens", "lr", "targets", "rows_hash")
+        ]
+        for key in keys:
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), (a["step"], key)
+    one, two = weights(out / "final"), weights(reference / "final")
+    assert one.keys() == two.keys() and max((one[k] - two[k]).abs().max().item() for k in one) < 1e-4
+
+
+SPARSE = ["--objective=mlm", "--mask_prob=0.01", "--dropout=0", "--grad_clip=0.5", "--global_batch=16"]
+SPARSE += ["--phase1_tokens=6144", "--decay_tokens=4096"]  # 6 + 4 steps; most micro-batches of one row have no target
+
+
+@pytest.fixture(scope="module")
+def sparse(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sparse") / "run"
+    assert run(f"--data_dir={data}", f"--out_dir={out}", *SPARSE, "--micro_batch=16") == 0
+    return out
+
+
+@pytest.mark.parametrize("ranks, micro", [(1, 1), (1, 5), (2, 1), (2, 3), (2, 8), (4, 1), (4, 4)])
+def test_any_shape_of_a_run_computes_the_same(ranks, micro, sparse, data, tmp_path):
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", *SPARSE, f"--micro_batch={micro}", "--check_ranks=1")
+    codes, text = run_forked(*args, ranks=ranks, output=tmp_path / "output")
+    assert codes == [0] * ranks, text
+    close_to(tmp_path / "run", sparse)
+    assert json.loads((tmp_path / "run/plan.json").read_text())["grad_accum"] == math.ceil(16 / ranks / micro)
+
+
+def test_ranks_share_out_the_very_same_rows_and_masks(data, monkeypatch):
+    manifest, tokens = json.loads((data / "manifest.json").read_text()), np.fromfile(data / "train.bin", np.uint16)
+    settings = {"block_size": 64, "global_batch": 16, "mask_split": (0.5, 0.5, 0.0), "clm_target_share": 0.4}
+    for key, value in settings.items():
+        monkeypatch.setattr(train, key, value)
+    phase = {"name": "phase1", "objective": "mixed", "clm_share": 0.5, "mask_prob": 0.3, "mask_prob_end": 0.1,
+             "tokens": 9000}  # fmt: skip
+    place, seen = train.Place(phase_tokens=4500, samples=380), set()
+    for ranks, micro in ((1, 16), (1, 3), (2, 1), (4, 2)):
+        monkeypatch.setattr(train, "micro_batch", micro)
+        all_rows = []
+        for rank in range(ranks):
+            batches, _, _ = train.load_step(tokens, place, phase, replace(CPU, rank=rank, world_size=ranks), manifest)
+            for b in batches:
+                rows = torch.stack([b["input_ids"], b["labels"]], 1).view(-1, 64, 2)
+                all_rows += [(b["is_causal"], row.numpy().tobytes()) for row in rows]
+        assert sum(causal for causal, _ in all_rows) == 8
+        seen.add(tuple(sorted(all_rows)))
+    assert len(seen) == 1
+
+
+def test_the_number_of_ranks_may_change_across_resumes(sparse, data, tmp_path):
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", *SPARSE, "--micro_batch=2")
+    for ranks, step in ((2, 3), (4, 4)):
+        codes, text = run_forked(*args, ranks=ranks, output=tmp_path / "out", hook=sigterm_in_step, hook_args=(step,))
+        assert codes == [0] * ranks and "stopped by a signal" in text
+        args = (*args, "--init_from=resume")
+    assert run(*args) == 0
+    close_to(tmp_path / "run", sparse)
+
+
+def disturb_rank_1():
+    original = train.take_step
+
+    def wrapped(model, *args):
+        event = original(model, *args)
+        if os.environ["RANK"] == "1" and args[3].step == 2:
+            with torch.no_grad():
+                model.head.norm.weight[3] += 1e-6
+        return event
+
+    train.take_step = wrapped
+
+
+def test_ranks_that_drift_apart_are_caught_at_their_step(data, tmp_path):
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--check_ranks=1")
+    codes, text = run_forked(*args, ranks=2, output=tmp_path / "output", hook=disturb_rank_1)
+    assert codes == [1, 1] and "after step 3, ranks [1] hold other weights than rank 0" in text
+    assert text.count("train.py: ") == 1 and "Traceback" not in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frozen_through_ranks_accumulation_clipping_and_a_resume(ranks, data, straight, tmp_path):
+    """In the decay: momentum is warm, weight decay is on."""
+    args = [f"--data_dir={data}", f"--init_from={straight}/phase1", "--phase1_tokens=0", f"--out_dir={tmp_path}/run"]
+    args += ["--freeze_layers=0-1,3", "--grad_clip=0.3", "--micro_batch=1", "--check_ranks=1", "--weight_decay=0.01"]
+    codes, text = run_forked(*args, ranks=ranks, output=tmp_path / "out", hook=sigterm_in_step, hook_args=(3,))
+    assert codes == [0] * ranks, text
+    args[1] = "--init_from=resume"
+    codes, text = run_forked(*args, ranks=ranks, output=tmp_path / "out")
+    assert codes == [0] * ranks, text
+    before, after = weights(straight / "phase1"), weights(tmp_path / "run/final")
+    frozen = {k for k in before if k.startswith(("model.layers.0.", "model.layers.1.", "model.layers.3."))}
+    assert {k for k in before if torch.equal(before[k], after[k])} == frozen
+    old, new = (torch.load(d / "train_state.pt", weights_only=True)["optimizer"] for d in
+                (straight / "phase1", tmp_path / "run/final"))  # fmt: skip
+    for name in old:  # by name; no optimizer work on what is frozen: its moments and its count of steps stand still
+        assert all(torch.equal(old[name][k], new[name][k]) for k in old[name]) == (name in frozen)
+        assert new[name]["step"].item() == (10 if name in frozen else 16)
+
+
+def test_moments_come_back_by_name_and_missing_ones_are_listed(data, tmp_path, monkeypatch, capsys):
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/one", "--freeze_layers=0-1", "--decay_tokens=0")
+    saved = torch.load(tmp_path / "one/final/train_state.pt", weights_only=True)["optimizer"]
+    restored, original = {}, train.restore
+
+    def spy(state, folder, plan, model, optimizer, rank):
+        place = original(state, folder, plan, model, optimizer, rank)
+        names = {p: name for name, p in model.named_parameters()}
+        restored.update({names[p]: {k: v.clone() for k, v in m.items()} for p, m in optimizer.state.items()})
+        return place
+
+    monkeypatch.setattr(train, "restore", spy)
+    args = (f"--data_dir={data}", f"--init_from={tmp_path}/one/final", "--phase1_tokens=0", "--decay_tokens=512")
+    run(*args, f"--out_dir={tmp_path}/two")
+    assert restored.keys() == saved.keys() and all(same(restored[name], saved[name]) for name in saved)
+    after = torch.load(tmp_path / "two/final/train_state.pt", weights_only=True)["optimizer"]
+    fresh = after.keys() - saved.keys()
+    assert fresh == {name for name in after if name.startswith(("model.layers.0.", "model.layers.1."))}
+    listed = re.search(r"no optimizer state for (.+); they start with fresh moments", capsys.readouterr().out)[1]
+    assert set(listed.split(", ")) == fresh
+    assert {after[name]["step"].item() for name in fresh} == {1.0}
+
+
+def test_the_gradient_norm_excludes_what_is_frozen(data, tmp_path, monkeypatch):
+    norms, original = [], train.freeze
+
+    def spy(model, layers):
+        names = [n for n, p in model.named_parameters() if not n.startswith(("model.layers.0.", "model.embeddings."))]
+        own = dict(model.named_parameters())
+        norms.append(math.sqrt(sum(own[n].grad.double().square().sum().item() for n in names)))
+        original(model, layers)
+
+    monkeypatch.setattr(train, "freeze", spy)
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--freeze_layers=0,embeddings", "--grad_clip=0.01")
+    assert [e["grad_norm"] for e in events(tmp_path / "run")] == pytest.approx(norms, rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What happens to machines
+
+
+@pytest.mark.parametrize("kills, steps", [(4, 60), pytest.param(30, 250, marks=pytest.mark.slow)])
+def test_kills_lose_nothing_but_the_steps_since_the_last_checkpoint(kills, steps, data, tmp_path):
+    """SIGKILL at random moments of a run that saves at every step, and goes on each time."""
+    rng, out = random.Random(kills), tmp_path / "run"
+    args = [f"--data_dir={data}", f"--phase1_tokens={512 * steps}", f"--out_dir={out}", "--ckpt_every_tokens=1"]
+    args += ["--keep_ckpts=1", "--eval_rows=0"]
+    stopped, while_saving = [], 0
+    for _ in range(kills):
+        (process,) = fork(*args, output=tmp_path / "output")
+        began, before = time.monotonic(), stopped[-1] if stopped else 0
+        while time.monotonic() < began + 20 and process.is_alive():  # until it has taken a step
+            if (tmp_path / "output").read_text().count(" step ") > before:
+                break
+        time.sleep(rng.uniform(0, 0.25))
+        process.kill()
+        process.join()
+        stopped.append((tmp_path / "output").read_text().count(" step "))
+        while_saving += bool(list(out.glob(".*.part")))
+        whole = list(out.glob("[!.]*/train_state.pt"))
+        args[6:] = ["--init_from=resume"] if whole else ["--overwrite=True"]
+        for state in whole:
+            torch.load(state, weights_only=True)
+            load_file(state.parent / "model.safetensors")
+    assert while_saving or kills == 4
+    print(f"{while_saving} of {kills} kills hit a save")
+    codes, text = run_forked(*args, output=tmp_path / "output")
+    assert codes == [0] and not (kills > 4 and "this run is finished" in text), text
+    args[2], args[3:] = f"--out_dir={tmp_path}/straight", args[4:6]
+    assert run(*args) == 0
+    assert same(weights(out / "final"), weights(tmp_path / "straight/final"))
+    keys = ("step", "loss", "lr", "grad_norm", "rows_hash", "targets")
+    assert [[s[k] for k in keys] for s in events(out)] == [[s[k] for k in keys] for s in events(tmp_path / "straight")]
+    names = {f.name for f in out.iterdir()}
+    assert names == {"phase1", "final", f"step_{steps + 5:08d}", "log.jsonl", "plan.json"}
+
+
+@pytest.mark.slow
+def test_kills_of_two_ranks(data, tmp_path):
+    rng, out = random.Random(2), tmp_path / "run"
+    args = [f"--data_dir={data}", f"--out_dir={out}", "--ckpt_every_tokens=1", "--keep_ckpts=1"]
+    for _ in range(10):
+        processes = fork(*args, ranks=2, output=tmp_path / "output")
+        time.sleep(rng.uniform(0.3, 1.5))
+        for process in processes:
+            process.kill()
+            process.join()
+        args[4:] = ["--init_from=resume"] if list(out.glob("[!.]*/train_state.pt")) else ["--overwrite=True"]
+    assert run_forked(*args, ranks=2, output=tmp_path / "output")[0] == [0, 0]
+    other = [f"--data_dir={data}", f"--out_dir={tmp_path}/straight"]
+    assert run_forked(*other, ranks=2, output=tmp_path / "output")[0] == [0, 0]
+    assert same(weights(out / "final"), weights(tmp_path / "straight/final"))
+
+
+def limit_file_size(n_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(straight, data, tmp_path):
+    out = tmp_path / "run"
+    args = (f"--data_dir={data}", f"--out_dir={out}", "--ckpt_every_tokens=1024")
+    assert run_forked(*args, output=tmp_path / "a", hook=sigterm_in_step, hook_args=(4,))[0] == [0]
+    before = {f: f.read_bytes() for f in (out / "step_00000004").iterdir()}
+    codes, text = run_forked(
+        *args, "--init_from=resume", output=tmp_path / "b", hook=limit_file_size, hook_args=(200_000,)
+    )
+    assert codes == [1] and "Traceback" not in text
+    assert re.search(r"^train.py: --out_dir=\S+: checkpoint step_00000006 was not written \(.+bytes free", text, re.M)
+    assert all(f.read_bytes() == content for f, content in before.items()) and not list(out.glob(".*"))
+    if Path("/dev/full").exists():  # not even the log fits
+        (out / "log.part").symlink_to("/dev/full")
+        assert re.search(r"--out_dir=\S+: .*No space left on device; make room", error_of(*args, "--init_from=resume"))
+        (out / "log.part").unlink()
+    assert run(*args, "--init_from=resume") == 0
+    assert same(weights(out / "final"), weights(straight / "final"))
+
+
+@pytest.mark.slow
+def test_a_full_file_system(data, tmp_path):
+    """The real thing, where mounting is allowed: 1 MB, room for one checkpoint."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        args = (f"--data_dir={data}", f"--out_dir={disk}/run", "--ckpt_every_tokens=1024")
+        codes, text = run_forked(*args, output=tmp_path / "output")
+        assert codes == [1] and "Traceback" not in text, text
+        assert re.search(r"checkpoint step_0000000\d was not written \(.+\), with [\d,]{1,7} bytes free there", text)
+        step = [p.parent.name for p in (disk / "run").glob("*/train_state.pt")]
+        assert step == ["step_00000002"] and ModernBERT.from_pretrained(disk / "run/step_00000002")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_directories_that_cannot_be_written_are_one_line(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "--out_dir=" in error_of(f"--data_dir={data}", f"--out_dir={tmp_path}/file/run")
+    if os.geteuid():  # root writes everywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        assert "Permission denied" in error_of(f"--data_dir={data}", f"--out_dir={tmp_path}/closed/run")
+
+
+@pytest.mark.parametrize(
+    "file, words",
+    [
+        ("train_state.pt", "damaged"),
+        ("model.safetensors", "damaged"),
+        ("config.json", "damaged"),
+        ("tokenizer.json", "expected a whole checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_the_one_to_go_on_from(file, words, straight, data, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    path = tmp_path / "run/final" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--init_from=resume")
+    message = error_of(*args)
+    assert words in message and f"{tmp_path}/run/final" in message
+    if file != "tokenizer.json":
+        assert f"move it away and resume again, from {tmp_path}/run/phase1 at step 10" in message
+    shutil.move(tmp_path / "run/final", tmp_path / "away")
+    assert run(*args) == 0
+    assert same(weights(tmp_path / "run/final"), weights(straight / "final"))
+
+
+def test_another_manifest_or_other_data_is_not_resumed(straight, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    manifest = json.loads((data / "manifest.json").read_text())
+    args = (f"--data_dir={tmp_path}/data", f"--out_dir={straight}", "--init_from=resume")
+    for change in (
+        {"tokenizer": manifest["tokenizer"] | {"special_ids": [0, 1]}},
+        {"splits": manifest["splits"] | {"train": manifest["splits"]["train"] | {"sha256": "other"}}},
+    ):
+        (tmp_path / "data/manifest.json").write_text(json.dumps(manifest | change))
+        assert f"the data in {tmp_path}/data is other data" in error_of(*args)
+    (tmp_path / "data/manifest.json").write_text('{"form')
+    assert "manifest.json is damaged" in error_of(*args)
+
+
+def slow_writes(seconds):
+    original = torch.save
+
+    def wrapped(*args, **kwargs):
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    train.torch.save = wrapped
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(straight, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "save", torch.save)
+    slow_writes(0.4)
+    out = tmp_path / "run"
+    args = (f"--data_dir={data}", f"--out_dir={out}", "--ckpt_every_tokens=1536", "--keep_ckpts=0")
+    stop_after(4, monkeypatch)  # while step 3 is being written
+    assert run(*args) == 0
+    printed = capsys.readouterr().out.splitlines()
+    saved = next(i for i, line in enumerate(printed) if "step_00000003: training waited" in line)
+    assert any("step  4/16" in line for line in printed[:saved])
+    assert re.search(r"training waited 0\.[0-2]\d s, written in 0\.[4-9]\d s$", printed[saved])
+    assert {p.name for p in out.glob("step_*")} == {"step_00000003", "step_00000004"}
+    monkeypatch.undo()
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/quick", "--ckpt_every_tokens=1536", "--keep_ckpts=0")
+    # the weights of that moment, not of the end of the writing
+    assert same(weights(out / "step_00000003"), weights(tmp_path / "quick/step_00000003"))
+    assert run(*args, "--init_from=resume") == 0
+    assert same(weights(out / "final"), weights(straight / "final"))
+
+
+def test_a_second_signal_ends_at_once(data, tmp_path):
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--ckpt_every_tokens=1")
+    (process,) = fork(*args, output=tmp_path / "output", hook=slow_writes, hook_args=(30,))
+    began = time.monotonic()
+    while "step  1/16" not in (tmp_path / "output").read_text() and time.monotonic() < began + 30:
+        time.sleep(0.01)
+    for _ in range(2):
+        process.terminate()
+        time.sleep(0.2)
+    process.join(5)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_ctrl_c_is_no_success(data, tmp_path, monkeypatch):
+    original, calls = train.forward_backward, []
+
+    def wrapped(*args):
+        calls.append(os.kill(os.getpid(), signal.SIGINT) if not calls else 0)
+        return original(*args)
+
+    monkeypatch.setattr(train, "forward_backward", wrapped)
+    assert run(f"--data_dir={data}", f"--out_dir={tmp_path}/run") == 130
+    assert (tmp_path / "run/step_00000001/train_state.pt").exists()
+
+
+def spoil_step(step, factor, monkeypatch):
+    original, calls = train.forward_backward, []
+
+    def wrapped(*args):
+        calls.append(0)
+        return original(*args) * (factor if len(calls) == step else 1)
+
+    monkeypatch.setattr(train, "forward_backward", wrapped)
+
+
+def test_a_loss_that_is_no_number_names_step_and_rows(straight, data, tmp_path, monkeypatch):
+    spoil_step(7, math.nan, monkeypatch)
+    message = error_of(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--ckpt_every_tokens=1024")
+    assert message.startswith("train.py: step 7, rows ") and events(straight)[6]["rows_hash"] in message
+    assert "--grad_clip=1.0" in message and len(events(tmp_path / "run")) == 6
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000004", "step_00000006"]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(data, tmp_path, monkeypatch):
+    original = train.take_step
+
+    def wrapped(model, *args):
+        event = original(model, *args)
+        if args[3].step == 5:
+            model.head.norm.weight.data[0] = math.inf
+        return event
+
+    monkeypatch.setattr(train, "take_step", wrapped)
+    args = [f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--ckpt_every_tokens=1024"]
+    error_of(*args)  # the next step notices, too
+    args[2:] = ["--ckpt_every_tokens=1e9", "--phase1_tokens=3072", "--decay_tokens=0", "--eval_rows=0"]
+    assert sorted(p.name for p in (tmp_path / "run").glob("*/")) == ["step_00000002", "step_00000004"]
+    message = error_of(*args, "--overwrite=True")
+    assert "checkpoint final was not written (the weights hold NaN or infinity)" in message
+
+
+def test_loss_spikes_are_logged(data, tmp_path, monkeypatch, capsys):
+    spoil_step(30, 3.0, monkeypatch)
+    spoil_step(10, 3.0, monkeypatch)  # too early to be judged
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--phase1_tokens=16384", "--decay_tokens=0")
+    (spike,) = events(tmp_path / "run", "spike")
+    step = events(tmp_path / "run")[29]
+    assert spike["step"] == 30 and spike["loss"] == step["loss"] > 10
+    assert train.hash_rows(spike["rows"]) == step["rows_hash"]
+    assert "spike: loss" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ablations: each one a setting
+
+
+def test_shapes_of_the_decay(monkeypatch):
+    for shape, middle in (("sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5), ("cosine", 0.5)):
+        monkeypatch.setattr(train, "decay_shape", shape)
+        rates = [train.get_lr({"name": "decay", "tokens": 1000}, seen) / 2e-4 for seen in range(0, 1001, 50)]
+        assert rates[0] == 1 and rates[10] == pytest.approx(0.1 + 0.9 * middle) and rates[-1] == pytest.approx(0.1)
+        assert rates == sorted(rates, reverse=True)
+    assert rates[5] == pytest.approx(0.1 + 0.9 * math.cos(math.pi / 8) ** 2)
+
+
+def test_mask_rate_schedule_and_split(monkeypatch):
+    phase = {"mask_prob": 0.3, "mask_prob_end": 0.1, "tokens": 1000}
+    assert [train.get_mask_prob(phase, seen) for seen in (0, 250, 1000, 1100)] == pytest.approx([0.3, 0.25, 0.1, 0.1])
+    assert train.get_mask_prob(phase | {"mask_prob_end": None}, 700) == 0.3
+    tokens = np.random.default_rng(0).integers(5, 1000, 200_000)
+    inputs, labels = train.mask_row(tokens, 0.3, [1, 2, 3], [0, 1, 2, 3, 4], 3, 1000, (1.0, 0.0, 0.0))
+    assert (inputs[labels != IGNORE] == 3).all()
+    inputs, labels = train.mask_row(tokens, 0.3, [1, 2, 3], [0, 1, 2, 3, 4], 3, 1000, (0.0, 0.5, 0.5))
+    chosen = labels != IGNORE
+    assert not (inputs == 3).any() and abs((inputs == tokens)[chosen].mean() - 0.5) < 0.01
+
+
+def test_clm_on_a_share_of_the_positions_learns_the_tokens_that_mlm_masks(data, monkeypatch):
+    monkeypatch.setattr(train, "block_size", 64)
+    manifest, tokens = json.loads((data / "manifest.json").read_text()), np.fromfile(data / "train.bin", np.uint16)
+    rows = [(3, 0), (1, 2)]
+    batches = [train.make_batch(tokens, rows, goal, 0.3, 17, manifest) for goal in ("clm", "mlm")]
+    clm, mlm = (batch["labels"].view(2, 64) for batch in batches)
+    ordinary = ~torch.isin(clm, torch.tensor([0, 1, 2, 3, 4]))  # special tokens are targets of CLM alone
+    assert torch.equal(clm[:, :-1][ordinary[:, :-1]], mlm[:, 1:][ordinary[:, :-1]])
+    assert (clm[:, -1] == IGNORE).all() and 0.15 < (clm != IGNORE).float().mean() < 0.45
+
+
+def test_the_batch_grows_by_eighths_and_tokens_are_counted_right(monkeypatch):
+    for key, value in {"block_size": 10, "global_batch": 16, "batch_warmup_tokens": 1600}.items():
+        monkeypatch.setattr(train, key, value)
+    rows, seen = [], 0
+    while seen < 5000:
+        rows.append(train.step_rows("phase1", seen))
+        seen += 10 * rows[-1]
+    assert rows[0] == 2 and rows == sorted(rows) and set(rows) == set(range(2, 17, 2))
+    assert all(16 * (s - 200) / 1600 < r <= 16 * (s + 200) / 1600 for r, s in
+               zip(rows, np.cumsum([0, *rows]) * 10, strict=False) if s < 1400)  # fmt: skip
+    assert train.count_steps("phase1", 5000) == (len(rows), seen)
+    assert train.count_steps("phase1", 100) == (5, 100) and train.step_rows("decay", 0) == 16
+
+
+ABLATED = ["--objective=mixed", "--mixed_clm_share=0.3", "--clm_target_share=0.5", "--mask_prob_end=0.1"]
+ABLATED += ["--mask_split=(0.6,0.2,0.2)", "--batch_warmup_tokens=6000", "--decay_shape=cosine", "--global_batch=16"]
+ABLATED += ["--phase1_tokens=10240", "--decay_tokens=3072"]
+
+
+def test_ablations_are_exact_across_ranks_and_resumes(data, tmp_path, monkeypatch):
+    args = (f"--data_dir={data}", *ABLATED)
+    assert run(*args, f"--out_dir={tmp_path}/straight") == 0
+    steps = events(tmp_path / "straight")
+    assert steps[0]["tokens"] == 128 and steps[-1]["tokens"] >= 13312
+    assert len(steps) == json.loads((tmp_path / "straight/plan.json").read_text())["steps"]
+    evals = events(tmp_path / "straight", "eval")
+    assert evals[0]["val_clm"] and evals[0]["val_mlm"]  # a mixed phase is held to both
+
+    stop_after(len(steps) // 2, monkeypatch)
+    assert run(*args, f"--out_dir={tmp_path}/stopped") == 0
+    monkeypatch.undo()
+    assert run(*args, f"--out_dir={tmp_path}/stopped", "--init_from=resume") == 0
+    assert same(weights(tmp_path / "stopped/final"), weights(tmp_path / "straight/final"))
+    assert [e["loss"] for e in events(tmp_path / "stopped")] == [e["loss"] for e in steps]
+
+    run(*args, f"--out_dir={tmp_path}/one", "--dropout=0")
+    codes, text = run_forked(
+        *args, f"--out_dir={tmp_path}/two", "--dropout=0", "--micro_batch=2", ranks=2, output=tmp_path / "output"
+    )
+    assert codes == [0, 0], text
+    close_to(tmp_path / "two", tmp_path / "one")
+
+
+def test_ablations_leave_the_held_out_loss_alone_and_are_part_of_a_runs_identity(straight, data, tmp_path):
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/run", *ABLATED)
+    for key in ("val_mlm", "val_clm"):  # at step 0: the same weights
+        assert events(tmp_path / "run", "eval")[0][key] == events(straight, "eval")[0][key]
+    ablations = "mixed_clm_share=0.1 clm_target_share=0.1 mask_prob_end=0.1 decay_shape=linear mask_split=(1,0,0)"
+    for setting in (*ablations.split(), "batch_warmup_tokens=1024"):
+        message = error_of(f"--data_dir={data}", f"--out_dir={straight}", "--init_from=resume", f"--{setting}")
+        assert f"{setting.split('=')[0]} was" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a person sees
+
+
+def test_the_page_at_the_start_and_an_estimate(data, tmp_path, capsys):
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--freeze_layers=1")
+    text = capsys.readouterr().out
+    for line in (r"model   0\.0M parameters from scratch, vocabulary 320", rf"data    {data}: [\d,]+ tokens = \d+ rows",
+                 r"machine 1 x cpu \(no GPU\), float32, attention: sdpa, torch \S+",
+                 r"step    512 tokens = 1 ranks x 3 micro-batches x 3 rows x 64",
+                 r"phase1  clm, 10 steps, 4 of warmup, \d+\.\d\d passes over the rows, frozen \(skip\): 1",
+                 r"decay   mlm at 15%, 6 steps, 0 of warmup",
+                 r"at this pace the 11 steps left take 0:00:0\d"):  # fmt: skip
+        assert re.search(f"^{line}", text, re.M), line
+
+
+def test_compact_prints_a_line_now_and_then_in_a_pipe_and_one_line_in_a_terminal(data, tmp_path, capsys, monkeypatch):
+    args = (f"--data_dir={data}", "--compact=True")
+    run(*args, f"--out_dir={tmp_path}/pipe")
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.search(r"step +\d+/16", line)]
+    assert [int(re.search(r"step +(\d+)/", line)[1]) for line in lines] == [1, 10, 16]  # the first, and ends of phases
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run(*args, f"--out_dir={tmp_path}/terminal")
+    text = capsys.readouterr().out
+    assert len(re.findall(r"\r\x1b\[K\w+ +\w+  step +\d+/16", text)) == 16
+    assert not re.search(r"step +\d+/16[^\r]*\n", text)  # always over the last one, or what is said in between
+
+
+def test_reading_overlaps_with_computing(data, tmp_path, monkeypatch):
+    moments = []
+    for name in ("load_step", "forward_backward"):
+        original = getattr(train, name)
+
+        def wrapped(*args, original=original, name=name):
+            moments.append((time.perf_counter(), name))
+            time.sleep(0.1)
+            return original(*args)
+
+        monkeypatch.setattr(train, name, wrapped)
+    run(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--eval_rows=0", "--decay_tokens=0")
+    steps = [moment for moment, name in moments if name == "forward_backward"]
+    assert 0.1 < (steps[-1] - steps[0]) / (len(steps) - 1) < 0.16  # seconds a step, not 0.2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_reading_does_not_grow_memory(data, tmp_path, monkeypatch):
+    """130 MB through a memory map: its pages are the system's cache (RssFile); the process's own (RssAnon) stay."""
+    manifest = json.loads((data / "manifest.json").read_text())
+    for key, value in {"block_size": 8192, "global_batch": 32, "micro_batch": 8}.items():
+        monkeypatch.setattr(train, key, value)
+    with open(tmp_path / "train.bin", "wb") as file:
+        file.truncate(130_000_000)
+    tokens = np.memmap(tmp_path / "train.bin", np.uint16, mode="r")
+    phase = {"name": "phase1", "objective": "mlm", "clm_share": 0.0, "mask_prob": 0.3, "mask_prob_end": None}
+    place, sizes = train.Place(), []
+    while place.samples < len(tokens) // 8192:
+        train.load_step(tokens, place, phase, CPU, manifest)
+        place = place.after(32)
+        sizes.append(int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) // 1000)
+    assert max(sizes[len(sizes) // 4 :]) < sizes[len(sizes) // 4] + 20, sizes
+
+
+def rank_1_breaks():
+    original = train.forward_backward
+
+    def wrapped(*args):
+        if os.environ["RANK"] == "1" and args[4][1] >= 24:  # its fourth step
+            raise ZeroDivisionError("this rank broke")
+        return original(*args)
+
+    train.forward_backward = wrapped
+
+
+def test_a_rank_that_dies_ends_all_promptly_and_its_error_is_shown(data, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import sys, test_train, train\n"
+        "from configurator import configure\n"
+        "configure(vars(train))\n"
+        "test_train.rank_1_breaks()\n"
+        "sys.exit(train.record(train.main)())\n"
+    )
+    process = launch(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--log_every=1", ranks=2, script=script)
+    began = None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "this rank broke" in line and not began:
+            began = time.monotonic()
+    assert process.wait() == 1
+    assert time.monotonic() - began < 10  # torchrun's own tidying up
+    root = "".join(lines).split("Root Cause")[1]
+    assert "rank      : 1" in root and "ZeroDivisionError: this rank broke" in root
+
+
+@pytest.mark.slow
+def test_two_machines_compute_what_one_process_computes(data, sparse, tmp_path):
+    """Two rendezvous groups on this machine, as on two: local ranks 0 and 1 on each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    args = [f"--data_dir={data}", f"--out_dir={tmp_path}/run", *SPARSE, "--micro_batch=2", "--check_ranks=1"]
+    nodes = []
+    for node in (0, 1):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}",
+                   "--nproc_per_node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=1",
+                   ROOT / "train.py", *TINY, *args]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        nodes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    texts = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], texts
+    assert json.loads((tmp_path / "run/plan.json").read_text())["world_size"] == 4
+    close_to(tmp_path / "run", sparse)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A phase end is a release
+
+
+def test_a_phase_end_has_a_model_card_and_loads_in_transformers_in_both_precisions(straight, data, tmp_path):
+    import yaml
+    from transformers import AutoModelForMaskedLM
+
+    shutil.copytree(straight, tmp_path / "run")
+    row = {"model": "run/final", "task": "organs", "seed": 42, "test": {"macro_f1": 0.61234}}
+    (tmp_path / "run/results.jsonl").write_text(json.dumps(row) + '\n{"probe": "needle"}\n')
+    args = (f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--init_from=resume")
+    assert run(*args) == 0  # finished: the card alone is written again
+    for name in ("phase1", "final"):
+        _, front, text = (tmp_path / "run" / name / "README.md").read_text().split("---\n", 2)
+        front = yaml.safe_load(front)
+        assert front["library_name"] == "transformers" and front["pipeline_tag"] == "fill-mask" and front["tags"]
+        assert not front.keys() & {"license", "base_model"}  # from scratch
+        assert "| phase1 | clm |  | 5,120 | 10 |" in text and "seed=17, data_seed=42" in text
+        assert ("| decay | mlm | 0.1500 | 3,072 | 6 |" in text) == (name == "final")
+        assert f"{events(straight, 'eval')[1]['val_mlm']:.4f}" in text and "sha256" in text and "float32" in text
+    assert "| run/final | organs | 42 | 0.6123 |" in text
+    ids = torch.randint(5, VOCAB, (2, 50))
+    exact, half = (
+        AutoModelForMaskedLM.from_pretrained(straight / "final", dtype=dtype).eval()(ids).logits.float()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0 < (exact - half).abs().max() < 0.1
+    plan, manifest = (json.loads(f.read_text()) for f in (straight / "plan.json", data / "manifest.json"))
+    plan["init_from"] = "answerdotai/ModernBERT-base"
+    manifest["sources"] = [{"name": "notes", "documents": 3, "train_tokens": 1000, "val_tokens": 10, "share": 1.0}]
+    card = train.model_card("final", plan, manifest)
+    assert "\nbase_model: answerdotai/ModernBERT-base\n" in card and "| notes | 1,000 | 1.0000 |" in card
+
+
+def test_directories_that_are_not_the_runs_own_stand_in_its_way(data, tmp_path):
+    (tmp_path / "run/final").mkdir(parents=True)
+    message = error_of(f"--data_dir={data}", f"--out_dir={tmp_path}/run", "--overwrite=True")
+    assert "final is not of train.py" in message and (tmp_path / "run/final").exists()
