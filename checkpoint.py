@@ -1,5 +1,5 @@
 """
-The Hugging Face side of model.py: its config.json, its weights, its tokenizer, as plain Python values.
+The Hugging Face side: config.json, weights, tokenizer and model card, as plain Python values.
 
 A checkpoint is a directory in the hub's own format (config.json, model.safetensors, tokenizer files), so transformers
 loads what model.py saves and the other way round. Nothing here knows the network; ModernBERT.from_pretrained and
@@ -167,3 +167,57 @@ def load_tokenizer(name, setting="model"):
     except Exception as error:  # transformers raises a dozen types that mean the same to the reader
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SystemExit(f"--{setting}={name}: no tokenizer there ({reason})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model card
+
+
+def model_card(name, plan, manifest, held_out, scores):
+    """README.md of a phase end of train.py; the hub reads what is between the dashes. plan and manifest are plan.json
+    and manifest.json, held_out the evaluations in log.jsonl, scores the rows of results.jsonl, each maybe none."""
+    start, info, settings = plan["init_from"], manifest["splits"]["train"], dict(plan["settings"])
+    on_hub = start.count("/") == 1 and start[0] not in "./~" and not Path(start).exists()
+    out_dir, data_dir = Path(settings.pop("out_dir")).name, Path(settings.pop("data_dir")).name
+    phases = plan["phases"][:1] if name == "phase1" else plan["phases"]
+    phases = [[p[k] for k in ("name", "objective", "mask_prob", "tokens_at_end", "steps", "frozen")] for p in phases]
+    sources = [[source[k] for k in ("name", "train_tokens", "share")] for source in manifest["sources"]]
+    held_out = [*held_out[:1], *{event["phase_name"]: event for event in held_out}.values()]  # first, and end of each
+    held_out = [[event[k] for k in ("phase_name", "tokens", "val_mlm", "val_clm")] for event in held_out]
+    scores = [[row["model"], row["task"], row["seed"], row["test"]["macro_f1"]] for row in scores]
+    tables = card_table("Training", "phase | objective | mask rate | tokens | steps | frozen", phases)
+    tables += card_table("Data", "source | tokens | share", sources)
+    tables += card_table("Held-out loss, nats a target", "phase | tokens | MLM at 15% | CLM", held_out)
+    tables += card_table("Evaluation", "model | task | seed | macro-F1", scores)
+    return f"""---
+library_name: transformers
+pipeline_tag: fill-mask
+{f"base_model: {start}" if on_hub else "# base_model: none on the hub"}
+tags: [modernbert, continued-pretraining]
+# license: yours to choose, within the terms of the start model and of the data
+---
+
+# {out_dir}, {name}
+
+A ModernBERT of {plan["parameters"] / 1e6:.1f}M parameters, trained from {start} on {info["tokens"]:,} tokens in
+{info["documents"]:,} documents of {data_dir} (sha256 {info["sha256"]}).
+`AutoModelForMaskedLM.from_pretrained(...)` loads it in float32 or bfloat16.
+
+{tables}## Recipe
+
+Seeds: {settings["seed"]} (masks, dropout) and {settings["data_seed"]} (order of rows). Hardware:
+{plan["world_size"]} x {plan["device"]} ({plan["hardware"]}), {plan["dtype"]}, attention {plan["attention"]}, torch
+{plan["torch"]}. All settings:
+
+    {", ".join(f"{key}={value!r}" for key, value in settings.items())}
+"""
+
+
+def card_table(title, head, rows):
+    """A titled markdown table of a heading 'a | b' and its rows; nothing without rows."""
+
+    def cell(x):
+        return "" if x is None else f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
+
+    lines = [head, " | ".join("--" for _ in head.split(" | ")), *(" | ".join(map(cell, row)) for row in rows)]
+    return f"## {title}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n\n" if rows else ""

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from checkpoint import find_checkpoint
+from checkpoint import find_checkpoint, model_card
 from configurator import configure
 from model import (
     IGNORE,
@@ -641,7 +641,7 @@ def write_checkpoint(name, copied, moments, place, plan, manifest, waited):
         for file in (Path(data_dir) / "tokenizer").glob("*"):
             shutil.copy(file, part)
         if not name.startswith("step_"):
-            (part / "README.md").write_text(model_card(name, plan, manifest), "utf-8")
+            (part / "README.md").write_text(model_card(name, plan, manifest, *card_rows()), "utf-8")
         state = {"place": asdict(place), "settings": plan["settings"], "data": plan["data"], "start": plan["init_from"]}
         torch.save({**state, "optimizer": moments}, part / "train_state.pt")
         for file in (*part.iterdir(), part):
@@ -656,6 +656,12 @@ def write_checkpoint(name, copied, moments, place, plan, manifest, waited):
     for old in rolling[:-keep_ckpts] if keep_ckpts else []:
         remove(old)
     say(f"saved {target}: training waited {waited:.2f} s, written in {time.perf_counter() - began:.2f} s")
+
+
+def card_rows():
+    """For the model card: held-out losses from the log, and scores, where finetune.py wrote a results.jsonl here."""
+    held_out = [event for event in read_log("log.jsonl") if event["kind"] == "eval"]
+    return held_out, [row for row in read_log("results.jsonl") if "macro_f1" in row.get("test", ())]
 
 
 def read_state(folder):
@@ -773,58 +779,6 @@ def restore(state, folder, plan, model, optimizer, rank):
         if fresh and rank == 0:  # frozen so far
             print(f"note: no optimizer state for {', '.join(fresh)}; they start with fresh moments")
     return place
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The model card
-
-
-def table(title, head, rows):
-    """A titled markdown table of a heading 'a | b' and its rows; nothing without rows."""
-    def cell(x):
-        return "" if x is None else f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
-
-    lines = [head, " | ".join("--" for _ in head.split(" | ")), *(" | ".join(map(cell, row)) for row in rows)]
-    return f"## {title}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n\n" if rows else ""
-
-
-def model_card(name, plan, manifest):
-    """README.md of a phase end; the hub reads what is between the dashes."""
-    start, info, settings = plan["init_from"], manifest["splits"]["train"], plan["settings"]
-    on_hub = start.count("/") == 1 and start[0] not in "./~" and not Path(start).exists()
-    phases = plan["phases"][:1] if name == "phase1" else plan["phases"]
-    phases = [[p[k] for k in ("name", "objective", "mask_prob", "tokens_at_end", "steps", "frozen")] for p in phases]
-    sources = [[source[k] for k in ("name", "train_tokens", "share")] for source in manifest["sources"]]
-    evals = [event for event in read_log("log.jsonl") if event["kind"] == "eval"]
-    evals = [*evals[:1], *{event["phase_name"]: event for event in evals}.values()]  # the first, and the last of each
-    held_out = [[event[k] for k in ("phase_name", "tokens", "val_mlm", "val_clm")] for event in evals]
-    scored = [row for row in read_log("results.jsonl") if "macro_f1" in row.get("test", ())]
-    scores = [[row["model"], row["task"], row["seed"], row["test"]["macro_f1"]] for row in scored]
-    tables = table("Training", "phase | objective | mask rate | tokens | steps | frozen", phases)
-    tables += table("Data", "source | tokens | share", sources)
-    tables += table("Held-out loss, nats a target", f"phase | tokens | MLM at {EVAL_MASK_PROB:.0%} | CLM", held_out)
-    tables += table("Evaluation", "model | task | seed | macro-F1", scores)
-    return f"""---
-library_name: transformers
-pipeline_tag: fill-mask
-{f"base_model: {start}" if on_hub else "# base_model: none on the hub"}
-tags: [modernbert, continued-pretraining]
-# license: yours to choose, within the terms of the start model and of the data
----
-
-# {Path(out_dir).name}, {name}
-
-A ModernBERT of {plan["parameters"] / 1e6:.1f}M parameters, trained from {start} on {info["tokens"]:,} tokens in
-{info["documents"]:,} documents of {Path(data_dir).name} (sha256 {info["sha256"]}).
-`AutoModelForMaskedLM.from_pretrained(...)` loads it in float32 or bfloat16.
-
-{tables}## Recipe
-
-Seeds: {seed} (masks, dropout) and {data_seed} (order of rows). Hardware: {plan["world_size"]} x {plan["device"]}
-({plan["hardware"]}), {plan["dtype"]}, attention {plan["attention"]}, torch {plan["torch"]}. All settings:
-
-    {", ".join(f"{key}={settings[key]!r}" for key in IDENTITY)}
-"""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -979,7 +933,7 @@ def train(plan, manifest, tokens, model, folder, state, machine):
     place = restore(state, folder, plan, model, optimizer, machine.rank)
     if place.phase == len(phases):
         if master:
-            (Path(folder) / "README.md").write_text(model_card("final", plan, manifest), "utf-8")
+            (Path(folder) / "README.md").write_text(model_card("final", plan, manifest, *card_rows()), "utf-8")
             print(f"{folder}: this run is finished, nothing is left to do but its model card, which is up to date")
         return 0
     last_step = place.step + sum(p["steps"] for p in phases[place.phase :]) - place.phase_step

@@ -1352,7 +1352,7 @@ def test_a_phase_end_has_a_model_card_and_loads_in_transformers_in_both_precisio
     plan, manifest = (json.loads(f.read_text()) for f in (straight / "plan.json", data / "manifest.json"))
     plan["init_from"] = "answerdotai/ModernBERT-base"
     manifest["sources"] = [{"name": "notes", "documents": 3, "train_tokens": 1000, "val_tokens": 10, "share": 1.0}]
-    card = train.model_card("final", plan, manifest)
+    card = train.model_card("final", plan, manifest, [], [])
     assert "\nbase_model: answerdotai/ModernBERT-base\n" in card and "| notes | 1,000 | 1.0000 |" in card
 
 
