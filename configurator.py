@@ -147,7 +147,8 @@ def parse(text, default):
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
+        names = isinstance(default, (tuple, list)) and default and isinstance(default[0], str)
+        return [name.strip() for name in text.split(",")] if names and text[0] not in "[(" else text
 
 
 def coerce(value, default, where):
@@ -157,8 +158,8 @@ def coerce(value, default, where):
         value = float(value)
     elif kind is int and isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:  # exact up to there
         value = int(value)
-    elif kind in (tuple, list) and isinstance(value, (tuple, list)):
-        value = kind(value)
+    elif kind in (tuple, list) and isinstance(value, (tuple, list, int, float)):  # --lengths=512 is a list of one
+        value = kind(value) if isinstance(value, (tuple, list)) else kind([value])
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value != value:
         expected = "a literal" if default is None else kind.__name__
         raise ValueError(f"{where}: expected {expected}, such as the default {default!r}")
