@@ -10,8 +10,9 @@ A script keeps its settings as plain lower-case globals at the top of its file a
   import, a function, a class or a module: let the names of helper values start with an underscore.
 - A config file is looked up in the current directory, then in the directory of this file.
 - The command line wins over config files wherever it stands. Among files, and for a key given twice, the last one wins.
-- A value has the type of the script's default. An int is fine for a float, 1e4 for an int, a list for a tuple; inf is a
-  float, nan never is. Text for a str setting is taken as it stands, but for quotes around it.
+- A value has the type of the script's default. An int is fine for a float, 1e4 for an int, a list for a tuple, a number
+  for a list of one; inf is a float, nan never is. Text for a str setting is taken as it stands, but for quotes around
+  it, and text for a list of names is cut at its commas.
 - A setting whose default is None takes any literal, and as text what is no literal. No other setting can become None.
 """
 
@@ -148,7 +149,8 @@ def parse(text, default):
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         names = isinstance(default, (tuple, list)) and default and isinstance(default[0], str)
-        return [name.strip() for name in text.split(",")] if names and text[0] not in "[(" else text
+        bare = text and not text.startswith(("[", "("))  # a,b for ['a', 'b'], which a shell wants in quotes
+        return [name.strip() for name in text.split(",")] if names and bare else text
 
 
 def coerce(value, default, where):

@@ -232,21 +232,21 @@ class MatmulAttention(torch.autograd.Function):
             if length <= MatmulAttention.KEEP:
                 kept.append(p)
         ctx.is_causal = is_causal
-        ctx.save_for_backward(q, k, v, out, *kept)
+        ctx.save_for_backward(q, k, v, *kept)
         return out
 
     @staticmethod
     def backward(ctx, d_out):
-        q, k, v, out, *kept = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         length, d_out = q.shape[2], d_out.contiguous()
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        mean = (d_out * out).sum(3, keepdim=True)  # of dp under p: what the softmax's derivative takes away
         for i in range(0, length, MatmulAttention.QUERIES):
             end = min(i + MatmulAttention.QUERIES, length) if ctx.is_causal else length
             p = kept.pop(0) if kept else MatmulAttention.probs(q, k[:, :, :end], i, ctx.is_causal)
             rows = slice(i, i + p.shape[2])
-            ds = (d_out[:, :, rows] @ v[:, :, :end].transpose(2, 3)).sub_(mean[:, :, rows]).mul_(p)
+            dp = d_out[:, :, rows] @ v[:, :, :end].transpose(2, 3)
+            ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)  # p (dp - sum of p dp), in fp32 inside
             dq[:, :, rows] = ds @ k[:, :, :end]
             dk[:, :, :end] += ds.transpose(2, 3) @ q[:, :, rows]
             dv[:, :, :end] += p.transpose(2, 3) @ d_out[:, :, rows]
