@@ -322,9 +322,24 @@ class Attention(nn.Module):
         return F.dropout(self.Wo(x.reshape(total, width)), self.dropout, self.training)
 
 
+class GeGLU(torch.autograd.Function):
+    """(total, 2 I) -> (total, I): the GELU of the first half, entry by entry, says how much of the second passes. It is
+    what autograd makes of the same lines, but keeps its input alone and computes the GELU again in backward."""
+
+    @staticmethod
+    def forward(ctx, both):
+        ctx.save_for_backward(both)
+        x, gate = both.chunk(2, dim=-1)
+        return F.gelu(x) * gate
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, gate = ctx.saved_tensors[0].chunk(2, dim=-1)
+        return torch.cat((torch.ops.aten.gelu_backward(d_out * gate, x), d_out * F.gelu(x)), dim=-1)
+
+
 class MLP(nn.Module):
-    """GeGLU: Wi makes two vectors of intermediate_size, and the GELU of the first decides, entry by entry, how much of
-    the second passes. A plain MLP has one vector there and no gate."""
+    """A plain MLP makes one vector of intermediate_size between its two matrices; here there is a second, its gate."""
 
     def __init__(self, config):
         super().__init__()
@@ -332,8 +347,7 @@ class MLP(nn.Module):
         self.Wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        x, gate = self.Wi(x).chunk(2, dim=-1)
-        return self.Wo(F.gelu(x) * gate)
+        return self.Wo(GeGLU.apply(self.Wi(x)))
 
 
 def layer_norm(config):

@@ -3,10 +3,10 @@
     python report.py --out_dir=out/demo
     python report.py out/run [out/other ...]     # the curves of runs of train.py, also while they go on, in one figure
 
-Reads only files in out_dir: plan.json and log.jsonl of each run, cka/cka.json and results.jsonl. Every number and every
-sentence is computed from them; what is missing is listed, and the rest is written all the same. Writes
-out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json; the curves of runs that are
-named one by one go to figures/ in the first of them.
+Reads only files in out_dir: plan.json and log.jsonl of each run, cka/cka.json, needle/needle.json and results.jsonl.
+Every number and every sentence is computed from them; what is missing is listed, and the rest is written all the same.
+Writes out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json; the curves of runs that
+are named one by one go to figures/ in the first of them.
 """
 
 import json
@@ -224,6 +224,16 @@ def say_cka(cka, names):
             "none covers the seeds of training."
         )
     return sentences
+
+
+def say_needle(needle):
+    """Which probes answer better than chance, by the lower end of their intervals."""
+    found = [(f"{name} ({probe})", s) for probe, models in needle["probes"].items() for name, s in models.items()]
+    above = [f"{name} {100 * s['accuracy']:.1f}% ({100 * s['low']:.1f} to {100 * s['high']:.1f})"
+             for name, s in found if s["low"] > 0.5]  # fmt: skip
+    n, chance = found[0][1]["n"], "50%, which is chance"
+    what = f"On the needle task, {len(found)} probes answer {n} test examples"
+    return [f"{what}; above {chance}: {', '.join(above)}." if above else f"{what}; none is safely above {chance}."]
 
 
 def what_happened(continued, tasks, cka, names, base):
@@ -488,6 +498,25 @@ def cka_page(cka, names, folder):
     ]
 
 
+def needle_page(needle):
+    """Accuracy of every probe with its interval, and by length and position (P-805: few examples each)."""
+    entries = [(name, "", entry) for name, entry in needle["controls"].items()]
+    entries += [(name, probe, found) for probe, models in needle["probes"].items() for name, found in models.items()]
+    slices = [(key, name) for key in ("length", "position") for name in entries[0][2][key]]
+    rows = []
+    for name, probe, entry in entries:
+        total = [100 * entry[key] for key in ("accuracy", "low", "high")]
+        rest = [100 * entry[key][part]["accuracy"] for key, part in slices]
+        rows.append([name, probe, *(number(value, 1) for value in (*total, *rest))])
+    return [
+        "## Needle in a haystack",
+        table(["", "probe", "accuracy %", "95% from", "to", *(part for _, part in slices)], rows),
+        "![needle](needle/needle.png)",
+        f"Is the fact that the query states in the document? {entries[0][2]['n']} test examples, answered from the "
+        f"encoder's {needle['settings']['pooling']} vector; chance is 50%. Wilson intervals over examples.",
+    ]
+
+
 def settings_page(continued):
     """The settings in which the continued runs differ (C-04: only the objective, or the seed), and those they share."""
     settings = [{k: v for k, v in run["plan"]["settings"].items() if k != "out_dir"} for run in continued]
@@ -503,9 +532,10 @@ def build(folder, names, base):
     continued = [run for name, run in found.items() if name != base]
     tasks = read_scores(folder / "results.jsonl", names, missing)
     cka = next(iter(read(folder / "cka" / "cka.json", missing)), None)
+    needle = next(iter(read(folder / "needle" / "needle.json", missing)), None)
 
     page = ["# The detour in numbers", *([runs_page(found, base)] if found else [])]
-    sentences = what_happened(continued, tasks, cka, names, base)
+    sentences = what_happened(continued, tasks, cka, names, base) + (say_needle(needle) if needle else [])
     for title, lines in (("What happened", sentences), ("Missing", missing)):
         page += [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
     if continued:
@@ -516,6 +546,7 @@ def build(folder, names, base):
     for task, scored in tasks.items():
         page += scores_page(task, scored, figures)
     page += cka_page(cka, names, figures) if cka else []
+    page += needle_page(needle) if needle else []
     page += ["## Settings and versions", *settings_page(continued)] if continued else []
     versions = [f"torch {run['plan']['torch']}" for run in found.values()]
     versions += [

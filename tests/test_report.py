@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 import cka
+import needle
 import report
 
 NAMES = ["general", "clm", "mlm", "mlm_seed2"]
@@ -71,6 +72,15 @@ def cka_result(pair, control=None):
     return json.loads(json.dumps(result), parse_constant=lambda nan: None)
 
 
+def needle_result(right):
+    """needle.json as needle.py writes it: {model: share of right answers}, for one probe and one control."""
+    examples = [{"split": "test", "label": i % 2, "length": needle.lengths[i // 2 % 5],
+                 "position": needle.positions[i // 10 % 3]} for i in range(240)]  # fmt: skip
+    told = lambda share: needle.score([[e["label"] ^ (i >= 240 * share) for i, e in enumerate(examples)]], examples)  # noqa: E731
+    probes = {"tuned probe": {model: told(share) for model, share in right.items()}}
+    return {"settings": {"pooling": "cls"}, "controls": {"larger class": told(0.5)}, "probes": probes}
+
+
 LOW = [[0.20, 0.22, 0.5, 0.5, 0.7, 0.71], [0.22, 0.22, 0.5, 0.52, 0.7, 0.7], [0.21, 0.2, 0.51, 0.5, 0.71, 0.7]]
 SEEDS = [[0.02, 0.03, 0.4, 0.4, 0.6, 0.61], [0.02, 0.02, 0.4, 0.42, 0.6, 0.6], [0.03, 0.03, 0.41, 0.4, 0.6, 0.6]]
 
@@ -87,6 +97,10 @@ def demo(tmp_path):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "cka").mkdir()
     (tmp_path / "cka" / "cka.json").write_text(json.dumps(cka_result(LOW, SEEDS)))
+    (tmp_path / "needle").mkdir()
+    found = needle_result({"clm/final": 0.75, "mlm/final": 0.52})
+    (tmp_path / "needle" / "needle.json").write_text(json.dumps(found))
+    (tmp_path / "needle" / "needle.png").write_bytes(b"\x89PNG")
     return tmp_path
 
 
@@ -105,8 +119,8 @@ def say(sentences):
 
 def test_page_and_figures(demo):
     text = make(demo)
-    for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Settings and versions"):
-        assert f"## {heading}\n" in text
+    for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Needle in a haystack", "Settings"):
+        assert f"\n## {heading}" in text
     assert "## Missing" not in text
     assert "4.20M parameters (6 layers of width 64, vocabulary 4,096)" in text
     assert "`clm`, from `out/demo/general/final`: CLM, 0.49M tokens in 60 steps, then MLM at 15%, 0.05M tokens" in text
@@ -116,11 +130,14 @@ def test_page_and_figures(demo):
     assert "| `seed` | `17` | `17` | `42` |" in text
     assert "The same in all: `learning_rate=0.001`" in text
     assert "torch 2.13.0, sklearn 1.9.1" in text
+    assert "| clm/final | tuned probe | 75.0 | 69.2 | 80.1 |" in text
+    assert "2 probes answer 240 test examples; above 50%, which is chance: clm/final (tuned probe) 75.0%" in text
     models = re.findall(r"^\| `(\w+)` \| 3 \|", text, re.MULTILINE)
     assert models == NAMES  # in the order of --runs, not of the file
     shown = re.findall(r"!\[\w+\]\((.+?)\)", text)
-    assert shown == [f"figures/{name}.png" for name in ("losses", "clm", "scores_organs", "cka")]
-    for name in shown:
+    drawn = [f"figures/{name}.png" for name in ("losses", "clm", "scores_organs", "cka")]
+    assert shown == [*drawn, "needle/needle.png"]  # the last one is needle.py's own
+    for name in drawn:
         assert (demo / name).read_bytes().startswith(b"\x89PNG")
         assert "</svg>" in (demo / name).with_suffix(".svg").read_text()
         json.loads((demo / name).with_suffix(".json").read_text())
@@ -140,8 +157,9 @@ def test_figure_data(demo):
 
 @pytest.mark.parametrize(
     "gone",
-    [[], ["results.jsonl"], ["cka"], ["clm"], ["mlm_seed2"], ["general", "mlm", "results.jsonl"], ["mlm/plan.json"]]
-    + [["clm/log.jsonl", "cka"], NAMES, [*NAMES, "cka", "results.jsonl"]],
+    [[], ["results.jsonl"], ["cka"], ["needle"], ["clm"], ["mlm_seed2"], ["general", "mlm", "results.jsonl"]]
+    + [["mlm/plan.json"]]
+    + [["clm/log.jsonl", "cka"], NAMES, [*NAMES, "cka", "needle", "results.jsonl"]],
 )
 def test_missing_parts(demo, gone):
     for name in gone:
