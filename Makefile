@@ -34,7 +34,7 @@ demo: .venv/installed
 	$(PY) finetune.py config/demo_task.py --task=$(OUT)/data/domain/task_organ.jsonl --results=$(OUT)/results.jsonl \
 	    --model=$(OUT)/general/final,$(OUT)/clm/final,$(OUT)/mlm/final,$(OUT)/mlm_seed2/final
 	$(PY) needle.py --model=$(OUT)/general/final,$(OUT)/clm/final,$(OUT)/mlm/final --haystack=$(OUT)/data/general \
-	    --language=en --lengths=256,512,1024 --n=900 --out_dir=$(OUT)/needle
+	    --language=en --lengths=128,256,512 --n=900 --out_dir=$(OUT)/needle
 	$(PY) report.py --out_dir=$(OUT)
 
 test: .venv/installed

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from checkpoint import load_tokenizer
 from configurator import configure
+from features import flat_batch, weights_hash
 from model import default_device, default_dtype, load_model
 
 model = None  # checkpoint directories or hub ids, separated by commas
@@ -155,13 +156,6 @@ class Classifier(nn.Module):
         return self.linear(F.dropout(pooled, self.dropout, self.training))
 
 
-def flat_batch(documents, where):
-    """Lists of ids -> one stream (total,) and cu_seqlens (n + 1,): ragged texts side by side, no padding."""
-    lengths = torch.tensor([0] + [len(ids) for ids in documents])
-    ids = torch.tensor([token for ids in documents for token in ids])
-    return ids.to(where), lengths.cumsum(0).to(where, torch.int32)
-
-
 def lr_factor(step, steps, warmup_steps):
     """Share of the peak in step 0 .. steps-1: up to 1 over warmup_steps, then down towards 0; never 0 itself (T9)."""
     if step < warmup_steps:
@@ -270,14 +264,6 @@ def identity(row):
     """What makes two rows the same experiment. The hashes tell a retrained checkpoint or an edited task apart."""
     keys = ("model", "model_sha256", "task", "task_sha256", "seed", "settings")
     return json.dumps([row.get(key) for key in keys], sort_keys=True)
-
-
-def weights_hash(encoder):
-    """The start of the sha256 over the names and bytes of all weights."""
-    digest = hashlib.sha256()
-    for name, tensor in encoder.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def mean_sd_ci(values):

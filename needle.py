@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from checkpoint import load_tokenizer
 from configurator import configure
+from features import autocast, batches_of, compute, flat_batch, read_texts
 from model import default_device, default_dtype, load_model
 
 model = None  # checkpoint directories or hub ids, separated by commas, or --model= several times
@@ -57,7 +58,7 @@ batch_size = 4  # examples (P-807)
 tuned_lrs = (1e-4, 3e-4, 1e-3, 3e-3)  # of the tuned probe, the best by validation accuracy
 tuned_epochs = 30  # of the tuned probe, in batches of 32 on standardised vectors
 dropout = 0.1  # of the probes; the paper names none (P-806)
-batch_tokens = 16384  # tokens of one forward pass, for memory only
+batch_tokens = 8192  # tokens of one forward pass, for memory only
 device = "auto"  # auto: cuda, else mps, else cpu
 dtype = "auto"  # of the forward pass: auto: what is fast | float32 | bfloat16
 out_dir = "out/needle"  # where everything goes
@@ -202,28 +203,6 @@ def fact_pairs(split):
     return pairs
 
 
-def read_haystack(path):
-    """The texts of a prepared data directory (its val split), a .jsonl file ("text") or a .txt file (one a line)."""
-    path = Path(path)
-    try:
-        if path.is_dir():
-            manifest = json.loads((path / "manifest.json").read_text("utf-8"))
-            ids = np.fromfile(path / manifest["splits"]["val"]["file"], dtype=manifest["dtype"])
-            ends = np.flatnonzero(ids == manifest["tokenizer"]["eos_token_id"]) + 1
-            tokenizer = load_tokenizer(path / "tokenizer", "haystack")
-            texts = tokenizer.batch_decode([x.tolist() for x in np.split(ids, ends)], skip_special_tokens=True)
-        elif path.suffix == ".jsonl":
-            texts = [str(json.loads(line)["text"]) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        elif path.suffix == ".txt":
-            texts = path.read_text("utf-8").split("\n")
-        else:
-            raise ValueError("something else")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = 'a directory of prepare_data.py, a .jsonl file with a "text" in every line, or a .txt file'
-        fail(f"--haystack={path}: expected {what} ({type(error).__name__}: {str(error)[:100]})")
-    return sorted({text.strip() for text in texts} - {""})  # the order of the source means nothing
-
-
 def haystack_sentences(texts, tokenizer):
     """{split: [documents of [sentences of ids]]}. A sentence that holds a value of some fact is left out."""
     values = {v.lower() for _, *lexicons in FACTS[language].values() for lexicon in lexicons for v in lexicon}
@@ -301,57 +280,17 @@ def pool(hidden):
     return torch.stack([window.mean(0) for window in hidden.split(WINDOW)]).amax(0)
 
 
-def batches_of(examples):
-    """Indices, longest first, grouped so that a batch has at most batch_tokens tokens."""
-    group, total = [], 0
-    for i in sorted(range(len(examples)), key=lambda i: -len(examples[i]["ids"])):
-        if group and total + len(examples[i]["ids"]) > batch_tokens:
-            yield group
-            group, total = [], 0
-        group.append(i)
-        total += len(examples[i]["ids"])
-    yield group
+def pool_all(output, sizes):
+    """The model's output for several examples, side by side -> (n, C) fp32."""
+    return torch.stack([pool(part.float()) for part in output.last_hidden_state.split(sizes)])
 
 
-def encode(encoder, examples, where, kind):
-    """Examples -> (n, C) fp32 on the device: one flat stream of all, no padding."""
-    sizes = [len(example["ids"]) for example in examples]
-    ids = torch.tensor([token for example in examples for token in example["ids"]], device=where)
-    cu_seqlens = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32, device=where)
-    with torch.autocast(where.type, kind, enabled=kind != torch.float32):
-        hidden = encoder(ids, cu_seqlens=cu_seqlens, max_seqlen=max(sizes), output_logits=False).last_hidden_state
-    return torch.stack([pool(part.float()) for part in hidden.split(sizes)])
-
-
-def fingerprint(*parts):
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part if isinstance(part, (bytes, memoryview)) else repr(part).encode())
-    return digest.hexdigest()
-
-
-def weights_hash(encoder):
-    return fingerprint(*(p.detach().cpu().contiguous().numpy().data.cast("B") for p in encoder.parameters()))
-
-
-@torch.no_grad()
-def features(name, encoder, examples, where, kind):
+def features(brief, encoder, examples, where, kind):
     """(n, C) fp32 on the CPU. Kept in out_dir/features under a hash of the weights and the examples."""
-    key = fingerprint(weights_hash(encoder), [example["ids"] for example in examples], pooling, str(kind))
-    file = Path(out_dir) / "features" / f"{key}.npy"
-    if file.exists():
-        return torch.from_numpy(np.load(file))
-    encoder = encoder.to(where).eval()
-    found = torch.empty(len(examples), encoder.config.hidden_size)
-    bar = tqdm(total=sum(len(e["ids"]) for e in examples), desc=f"features of {name}", unit="token", unit_scale=True)
-    for rows in batches_of(examples):
-        found[rows] = encode(encoder, [examples[i] for i in rows], where, kind).cpu()
-        bar.update(sum(len(examples[i]["ids"]) for i in rows))
-    bar.close()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.save(file.with_suffix(".part.npy"), found.numpy())
-    os.replace(file.with_suffix(".part.npy"), file)
-    return found
+    ids = [example["ids"] for example in examples]
+    options = dict(batch_tokens=batch_tokens, cache=Path(out_dir) / "features")
+    reduce = lambda output, sizes: pool_all(output, sizes).cpu().numpy()  # noqa: E731
+    return torch.from_numpy(compute(encoder, ids, reduce, f"{pooling} {WINDOW}", brief, where, kind, **options))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -406,24 +345,31 @@ def train_all(name, examples, seed, where, kind):
     probe = make_probe(encoder.config.hidden_size).to(where)
     used = [*encoder.model.parameters(), *probe.parameters()]  # not the vocabulary's head
     optimizer = torch.optim.AdamW(used, lr=lr)
+    ids = [example["ids"] for example in examples]
+
+    def answer(rows):
+        stream, cu_seqlens = flat_batch([ids[i] for i in rows], where)
+        sizes = [len(ids[i]) for i in rows]
+        with autocast(where, kind):
+            out = encoder(stream, cu_seqlens=cu_seqlens, max_seqlen=max(sizes), output_logits=False)
+        return probe(pool_all(out, sizes))
+
     best, answers = -1.0, None
     for epoch in range(epochs):
         encoder.train()
         probe.train()
-        order = [rows["train"][i] for i in torch.randperm(len(rows["train"]))]
-        steps = range(0, len(order), batch_size)
-        for i in tqdm(steps, desc=f"{name}, seed {seed}, epoch {epoch + 1}/{epochs}", unit="step", leave=False):
-            batch = order[i : i + batch_size]
-            logits = probe(encode(encoder, [examples[j] for j in batch], where, kind))
-            nn.functional.cross_entropy(logits, labels[batch].to(where)).backward()
+        order = torch.tensor(rows["train"])[torch.randperm(len(rows["train"]))]
+        progress = f"{name}, seed {seed}, epoch {epoch + 1}/{epochs}"
+        for batch in tqdm(order.split(batch_size), desc=progress, unit="step", leave=False):
+            nn.functional.cross_entropy(answer(batch.tolist()), labels[batch].to(where)).backward()
             optimizer.step()
             optimizer.zero_grad()
         encoder.eval()
         probe.eval()
         found = torch.empty(len(examples), dtype=torch.long)
         with torch.no_grad():
-            for batch in batches_of(examples):
-                found[batch] = probe(encode(encoder, [examples[j] for j in batch], where, kind)).argmax(1).cpu()
+            for batch in batches_of(ids, batch_tokens):
+                found[batch] = answer(batch).argmax(1).cpu()
         accuracy = (found == labels)[rows["val"]].float().mean().item()
         if accuracy > best:
             best, answers = accuracy, found
@@ -527,8 +473,8 @@ def draw(results, title):
         panels[0].set_ylabel(f"{probe}\ntest accuracy (%)")
     grid[-1, 0].set_xlabel("tokens")
     grid[-1, 1].set_xlabel("position of the fact")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, title=title)
+    chance, *handles = grid[0, 0].get_legend_handles_labels()[0]  # plain lines come before those with intervals
+    figure.legend(handles=[*handles, chance], loc="outside upper center", ncols=4, frameon=False, title=title)
     save_figure(figure, "needle")
 
 
@@ -546,8 +492,9 @@ def draw_heatmap(results, title):
             axes.set_yticklabels(lengths)
             axes.set_title(name, fontsize=9)
             for (row, column), value in np.ndenumerate(cells):
+                text = f"{value:.0f}%\nof {found['cell'][f'{lengths[row]} {positions[column]}']['n']}"
                 colour = "white" if abs(value - 50) > 30 else "black"
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+                axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=figure.axes, label="test accuracy (%), 50 = chance", shrink=0.8)
     figure.suptitle(title, fontsize=10)
     save_figure(figure, "heatmap")
@@ -605,13 +552,13 @@ def main():
     where = default_device() if device == "auto" else torch.device(device)
     kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
     tokenizers = {name: load_tokenizer(name) for name in names}  # all, so that a wrong name ends the run here
-    texts = read_haystack(haystack)
+    texts = sorted(set(read_texts(haystack, "haystack")))  # the order of the source means nothing
     settings = {key: globals()[key] for key in KEPT} | {"dtype": str(kind).removeprefix("torch.")}
     versions = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     known, found, made = {}, {}, {}  # scores of the controls; of {probe: {model}}; examples of each vocabulary
     for brief, name in zip(short(names), names, strict=True):
-        vocabulary = fingerprint(sorted(tokenizers[name].get_vocab().items()))
+        vocabulary = frozenset(tokenizers[name].get_vocab().items())
         if vocabulary not in made:  # models of one tokenizer read the same examples
             made[vocabulary] = make_examples(texts, tokenizers[name])
             more = f" ({brief}'s tokenizer)" if len(made) > 1 else ""

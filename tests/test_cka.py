@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cka
+from features import compute
 from model import ModernBERT, ModernBERTConfig
 
 SCRIPT = Path(cka.__file__).resolve()
@@ -58,7 +59,8 @@ def here(tmp_path_factory):
 def run_main(monkeypatch, capsys):
     """cka.main() with these settings -> the result in cka.json, stdout, stderr."""
 
-    defaults = {"control_a": None, "control_b": None, "n_texts": 40, "batch_size": 8, "dtype": "float32"}
+    defaults = {key: getattr(cka, key) for key in ("estimator", "bootstrap", "tokens", "trajectory", "reference")}
+    defaults |= {"start": None, "control_a": None, "control_b": None, "n_texts": 40, "dtype": "float32"}
 
     def run(out_dir, **settings):
         for key, value in {"out_dir": out_dir, "device": "cpu", **defaults, **settings}.items():
@@ -149,7 +151,7 @@ def test_constant_layer_is_named_and_left_out(capsys):
     assert summary["overall"]["divergence"] == pytest.approx(np.delete(whole, 2, 1).mean())
     assert summary["overall"]["ratio"] == pytest.approx(1)  # the control's mean leaves the same layer out
     assert np.isnan(summary["layers"][2]["divergence"])
-    assert "-" in cka.table(summary)[3]
+    assert np.isnan(summary["layers"][2]["ratio"])
 
 
 def test_summary_by_hand():
@@ -179,17 +181,26 @@ def test_blocks():
 # --- features
 
 
-def test_features_by_hand():
-    """One text at a time through the padded call, averaged over all its tokens, [CLS] and [SEP] among them."""
-    model, documents = make_model(0), [[2, 7, 8, 3], [2, 9, 3], list(range(2, 40))]
-    got = cka.features(model, documents, batch_size=2)
-    assert got.shape == (3, 3, 32)
+def features_of(model, documents, batch_tokens=16384):
+    return np.moveaxis(compute(model, documents, cka.reduce, "", states=True, batch_tokens=batch_tokens), 1, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_features_by_hand(tokens, monkeypatch):
+    """One text at a time through the padded call, averaged over all its tokens, [CLS] and [SEP] among them; or three
+    tokens of each text: the first, the one in the middle, the last."""
+    monkeypatch.setattr(cka, "tokens", tokens)
+    model, documents = make_model(0), [[2, 7, 8, 9, 3], [2, 9, 3], list(range(2, 39))]
+    got = features_of(model, documents, batch_tokens=10)
+    assert got.shape == ((4, 3, 3, 32) if tokens else (4, 3, 32))
     assert got.dtype == np.float64
     for i, ids in enumerate(documents):
         with torch.no_grad():
             states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        for layer in range(3):
-            assert np.allclose(got[layer, i], states[layer + 1][0].double().mean(0).numpy(), atol=1e-5)
+        for layer in range(4):
+            state = states[layer][0].double()
+            wanted = state[[0, len(ids) // 2, -1]] if tokens else state.mean(0)
+            assert np.allclose(got[layer, i], wanted.numpy(), atol=1e-5)
 
 
 def test_features_do_not_depend_on_batch_or_order():
@@ -197,28 +208,22 @@ def test_features_do_not_depend_on_batch_or_order():
     documents = cka.encode(make_texts(60), make_tokenizer(), 512)
     shuffled = random.Random(1).sample(documents, len(documents))
     values = []
-    for texts, batch_size in ((documents, 1), (documents, 8), (documents, 60), (shuffled, 7)):
-        pair = cka.features(a, texts, batch_size), cka.features(b, texts, batch_size)
+    for texts, batch_tokens in ((documents, 1), (documents, 100), (documents, 9999), (shuffled, 130)):
+        pair = features_of(a, texts, batch_tokens)[1:], features_of(b, texts, batch_tokens)[1:]
         values.append(cka.divergences(*pair, [range(60)])[0])
     assert (values[0] > 1e-3).all()
     for other in values[1:]:
         assert np.abs(other - values[0]).max() < 1e-6
 
 
-def test_encode_cuts_and_keeps_both_ends():
-    tokenizer = make_tokenizer()
-    ids = [tokenizer.convert_tokens_to_ids(word) for word in WORDS[:4]]
-    assert cka.encode([" ".join(WORDS[:4]), "", WORDS[0]], tokenizer, 5) == [[2, *ids[:3], 3], [2, ids[0], 3]]
-
-
 def test_documents_of_a_data_directory(tmp_path):
-    ids = np.array([2, 10, 11, 12, 13, 3, 2, 14, 3, 2, 3, 2, 15, 16, 3], dtype=np.uint16)
+    ids = np.array([2, 10, 11, 12, 13, 3, 2, 14, 3, 2, 3, 2, 15, 16, 3, 2, 17, 3], dtype=np.uint16)
     ids.tofile(tmp_path / "val.bin")
     manifest = {"dtype": "uint16", "tokenizer": {"eos_token_id": 3}, "splits": {"val": {"file": "val.bin"}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert cka.read_documents(tmp_path, 5) == [[2, 10, 11, 12, 3], [2, 14, 3], [2, 15, 16, 3]]  # the empty one is out
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    assert len(cka.read_pool(tmp_path, {"a": make_tokenizer()}, 5)) == 3
+    pool = cka.read_pool(tmp_path, {"a": make_tokenizer()}, 5)
+    assert pool == [(2, 10, 11, 12, 3), (2, 14, 3), (2, 15, 16, 3), (2, 17, 3)]  # cut; the empty one is out
     with pytest.raises(SystemExit, match="tokenizer"):
         cka.read_pool(tmp_path, {"a": make_tokenizer(WORDS[::-1])}, 5)
 
@@ -258,7 +263,7 @@ def test_sample_does_not_depend_on_file_order_or_copies(here, tmp_path, run_main
     shuffled.write_text("\n".join(random.Random(3).sample(lines, 60) + lines[:5]))
     pair = {"model_a": here / "a", "model_b": here / "b"}
     first, *_ = run_main(tmp_path / "1", texts=here / "texts.jsonl", **pair)
-    second, *_ = run_main(tmp_path / "2", texts=shuffled, batch_size=3, **pair)
+    second, *_ = run_main(tmp_path / "2", texts=shuffled, batch_tokens=90, **pair)
     assert second["pool"] == 60
     for one, two in zip(first["layers"], second["layers"], strict=True):
         assert one["divergence"] == pytest.approx(two["divergence"], abs=1e-6)
@@ -302,6 +307,10 @@ def test_bad_input_is_one_line(here, tmp_path, run_main):
         ({"model_b": tmp_path / "shallow"}, "same depth"),
         ({"control_a": here / "c"}, "both or neither"),
         ({"n_texts": 2}, "--n_texts=2"),
+        ({"estimator": "unbiased"}, "--estimator=unbiased: expected one of biased, debiased"),
+        ({"bootstrap": 100, "tokens": 4}, "--bootstrap=100 --tokens=4"),
+        ({"trajectory": here}, "--reference=None"),
+        ({"trajectory": here, "reference": here / "a"}, "--trajectory="),
         ({"dtype": "float8"}, "--dtype=float8"),
     ):
         with pytest.raises(SystemExit) as stop:
