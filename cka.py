@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure  # no pyplot: a Figure renders through Agg and never opens a window
 from scipy.stats import t as student_t
+from tabulate import tabulate
 from tqdm import tqdm
 
 from checkpoint import find_checkpoint, load_tokenizer
 from configurator import configure
-from features import compute, encode, read_documents, read_texts
+from features import block_bounds, compute, encode, read_documents, read_texts
 from model import default_device, default_dtype, load_model
 
 model_a = None  # checkpoint directory or hub id
@@ -187,13 +188,6 @@ def spread(values):
     return {"divergence": values.mean(), "sd": sd, "ci95": ci95, "per_sample": values.tolist()}
 
 
-def block_bounds(n_layers):
-    """{name: (first, last)} of the low, mid and late blocks: the paper's 0-7, 8-14, 15-21 of 22, scaled to n_layers."""
-    low, mid = round(n_layers * 8 / 22), round(n_layers * 15 / 22)
-    blocks = {"low": (0, low - 1), "mid": (low, mid - 1), "late": (mid, n_layers - 1)}
-    return {name: (first, last) for name, (first, last) in blocks.items() if first <= last}
-
-
 def summarise(pair, control=None, resamples=None):
     """Divergences (n_samples, n_layers) of the pair and of its control -> entries per layer, per block and overall;
     with the resamples (count, n_layers) of the pair, also the half-width of the bootstrap's 95% interval.
@@ -321,8 +315,8 @@ def trajectory_pairs():
 # Output
 
 
-def cells_of(result):
-    """The result as rows of text, the first one the head: percent, and ratios."""
+def table(result):
+    """Percent, and ratios; lines that line up, and markdown."""
     head = ["", "divergence %", "SD", "95% t +-", "control %", "ratio", f"top {TOP} dims %: a", "b"]
     rows = [("embeddings", result["embeddings"], "embeddings")]
     rows += [(f"layer {layer}", row, layer) for layer, row in enumerate(result["layers"])]
@@ -340,19 +334,9 @@ def cells_of(result):
         if "bootstrap95" in result["overall"]:
             numbers.insert(3, f"{100 * row.get('bootstrap95', np.nan):.2f}")
         lines.append([name, *numbers, *(f"{100 * share:.0f}" for share in shares)])
-    return [[cell.replace("nan", "-") for cell in line] for line in lines]
-
-
-def line_up(lines):
-    """Rows of cells -> lines of text: the first column to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    ends = [lambda cell, width: cell.ljust(width)] + [lambda cell, width: cell.rjust(width)] * (len(widths) - 1)
-    return ["  ".join(end(*cell) for end, *cell in zip(ends, line, widths, strict=True)).rstrip() for line in lines]
-
-
-def markdown(lines):
-    rule = [":--", *["--:"] * (len(lines[0]) - 1)]
-    return ["| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:])]
+    lines = [[cell.replace("nan", "-") for cell in line] for line in lines]
+    ends = ("left", *["right"] * (len(head) - 1))
+    return tabulate(lines[1:], lines[0], tablefmt="github", colalign=ends, disable_numparse=True)
 
 
 def what_it_says(result):
@@ -449,7 +433,7 @@ def write_page(result, path):
     """cka.md: the comparison on one page, to print or to hand on."""
     lines = ["# CKA", *(f"- {sentence}" for sentence in what_it_says(result)), "", "![](cka.png)", ""]
     lines += ["![](trajectory.png)", ""] if result.get("trajectory") else []
-    lines += [*markdown(cells_of(result)), "", f"`{result['model_a']}` against `{result['model_b']}`"]
+    lines += [table(result), "", f"`{result['model_a']}` against `{result['model_b']}`"]
     lines += [f"; control `{result['control_a']}` against `{result['control_b']}`"] if result["control_a"] else []
     lines += [f". {result['estimator']}; {result['pooling']}; {result['samples']} samples of {result['n_texts']} from "
               f"{result['pool']} texts of `{result['texts']}`; forward pass in {result['forward_dtype']}. SD and the t "
@@ -585,7 +569,7 @@ def main():
 
 
 def write(result):
-    print("\n".join(line_up(cells_of(result))))
+    print(table(result))
     print("\n".join([*what_it_says(result), *(f"note: {note}" for note in result["notes"])]))
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)

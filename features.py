@@ -78,6 +78,13 @@ def batches_of(documents, batch_tokens):
     return batches if documents else []
 
 
+def block_bounds(n_layers):
+    """{name: (first, last)} of the low, mid and late blocks: the paper's 0-7, 8-14, 15-21 of 22, scaled to n_layers."""
+    low, mid = round(n_layers * 8 / 22), round(n_layers * 15 / 22)
+    blocks = {"low": (0, low - 1), "mid": (low, mid - 1), "late": (mid, n_layers - 1)}
+    return {name: (first, last) for name, (first, last) in blocks.items() if first <= last}
+
+
 def weights_hash(model):
     """The start of the sha256 over the names and bytes of all weights."""
     digest = hashlib.sha256()

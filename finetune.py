@@ -34,6 +34,7 @@ from checkpoint import load_tokenizer
 from configurator import configure
 from features import flat_batch, weights_hash
 from model import default_device, default_dtype, load_model
+from tasks import read_task
 
 model = None  # checkpoint directories or hub ids, separated by commas
 task = None  # jsonl file with text, label and split
@@ -68,27 +69,6 @@ def fail(message):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The task
-
-
-def read_task(path):
-    """jsonl -> {"train": [(text, label), ...], "val": ..., "test": ...}, labels as strings."""
-    splits = {"train": [], "val": [], "test": []}
-    if not Path(path).is_file():
-        fail(f'--task={path}: expected a jsonl file with "text", "label" and "split" in each row')
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row["text"], str) or not isinstance(row["label"], (str, int, float)):
-                raise TypeError
-            splits[row["split"]].append((row["text"], str(row["label"])))
-        except (ValueError, KeyError, TypeError):
-            fail(f'--task={path}: line {number}: expected {{"text": ..., "label": ..., "split": train|val|test}}')
-    for split in ("train", "test"):
-        if not splits[split]:
-            fail(f"--task={path}: no rows with split={split}")
-    return splits
 
 
 def subset(rows, limit):

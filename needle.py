@@ -34,6 +34,7 @@ from scipy.sparse import csr_array
 from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import MaxAbsScaler
+from tabulate import tabulate
 from torch import nn
 from tqdm import tqdm
 
@@ -428,18 +429,18 @@ def score(answers, examples):
 
 
 def table(results):
-    """Lines that line up: accuracy in percent, its interval, and the slices."""
+    """Accuracy in percent, its interval, and the slices; lines that line up, and markdown."""
     slices = [("length", str(x)) for x in lengths] + [("position", x) for x in positions]
-    lines = [["", "accuracy", "95% Wilson", *(x for _, x in slices)]]
+    lines = []
     for name, found in results.items():
         interval = f"{100 * found['low']:.1f}-{100 * found['high']:.1f}"
         cells = [f"{100 * found[k][x]['accuracy']:.1f}" for k, x in slices]
         lines.append([name, f"{100 * found['accuracy']:.1f}", interval, *cells])
     counts = next(iter(results.values()))
     lines.append(["test examples", str(counts["n"]), "", *(str(counts[k][x]["n"]) for k, x in slices)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines]  # fmt: skip
+    head = ["", "accuracy %", "95% Wilson", *(x for _, x in slices)]
+    ends = ("left", *["right"] * (len(head) - 1))
+    return tabulate(lines, head, tablefmt="github", colalign=ends, disable_numparse=True)
 
 
 def save_figure(figure, name):
@@ -573,7 +574,7 @@ def main():
                     row |= {"sizes": Counter(example["split"] for example in examples)}
                     file.write(json.dumps({**row, "settings": settings, "versions": versions}) + "\n")
     flat = known | {f"{brief}, {probe}": scores for probe in found for brief, scores in found[probe].items()}
-    print("\n".join(table(flat)))
+    print(table(flat))
 
     part = Path(out_dir) / "needle.json.part"
     about = {"language": language, "haystack": str(haystack), "settings": settings, "versions": versions}

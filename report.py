@@ -3,7 +3,7 @@
     python report.py --out_dir=out/demo
     python report.py out/run [out/other ...]     # the curves of runs of train.py, also while they go on, in one figure
 
-Reads only files in out_dir: plan.json and log.jsonl of each run, cka/cka.json, needle/needle.json and results.jsonl.
+Reads only files in out_dir: plan.json and log.jsonl of each run, cka/, transplant/, needle/ and results.jsonl.
 Every number and every sentence is computed from them; what is missing is listed, and the rest is written all the same.
 Writes out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json; the curves of runs that
 are named one by one go to figures/ in the first of them.
@@ -367,29 +367,6 @@ def draw_clm(run, folder):
     return save_figure(figure, folder, "clm", {"training": training, "held_out": held, "ln_vocab": chance})
 
 
-def draw_cka(cka, names, folder):
-    """Divergence per layer of the pair and the control; with a control also their ratio."""
-    pairs = [("", "model_a", "model_b", cka["layers"])]
-    if cka["control_a"]:
-        pairs.append(("control: ", "control_a", "control_b", [row["control"] for row in cka["layers"]]))
-    figure, axes = new_figure(3.6, 1, len(pairs))
-    for (kind, a, b, rows), (colour, marker, dash) in zip(pairs, STYLES, strict=False):
-        mean, sd = (100 * np.array([row[key] for row in rows], dtype=float) for key in ("divergence", "sd"))
-        text = f"{kind}{label(cka[a], names)} against {label(cka[b], names)}"
-        style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4, "capsize": 3, "label": text}
-        axes[0].errorbar(range(len(rows)), mean, np.nan_to_num(sd), **style)
-    axes[0].set_ylabel("divergence 1 - CKA (%)")
-    if cka["control_a"]:
-        axes[1].plot(np.array([row["ratio"] for row in cka["layers"]], dtype=float), "o-", color="black", markersize=4)
-        axes[1].axhline(1, color="0.4", linestyle=":")
-        axes[1].set_ylabel("ratio to the control")
-    for ax in axes:
-        ax.set(xlabel="layer", xticks=range(0, len(cka["layers"]), 1 + len(cka["layers"]) // 12))
-        ax.set_ylim(bottom=0)
-    figure.legend(frameon=False, loc="outside upper left", fontsize=9)
-    return save_figure(figure, folder, "cka", {"layers": cka["layers"]})
-
-
 def draw_scores(task, models, folder):
     """Test macro-F1 of each model: the mean with its 95% t interval, and the seeds as small dots below."""
     figure, (ax,) = new_figure(1.0 + 0.5 * len(models))
@@ -479,7 +456,7 @@ def scores_page(task, scored, folder):
     ]
 
 
-def cka_page(cka, names, folder):
+def cka_page(cka):
     entries = [(f"layer {i}", entry) for i, entry in enumerate(cka["layers"])]
     entries += [(f"{name} {'-'.join(map(str, entry['layers']))}", entry) for name, entry in cka["blocks"].items()]
     rows = []
@@ -489,12 +466,27 @@ def cka_page(cka, names, folder):
     return [
         "## CKA",
         table(["", "divergence %", "SD", "95% t ±", "control %", "ratio"], rows),
-        draw_cka(cka, names, folder),
+        "![cka](cka/cka.png)",
         f"`{cka['model_a']}` against `{cka['model_b']}`"
         + (f"; control `{cka['control_a']}` against `{cka['control_b']}`" if cka["control_a"] else "")
         + f". {cka['estimator'][0].upper()}{cka['estimator'][1:]}; {cka['pooling']}; {cka['samples']} samples of "
         f"{cka['n_texts']} from {cka['pool']} held-out texts. SD and interval are over samples of texts, not over "
         "training runs." + "".join(f" {note}." for note in cka["notes"]),
+    ]
+
+
+def transplant_page(found):
+    """Tables 3 and 6: what each part of the donor is worth in the host, in macro-F1 of a probe."""
+    rows = []
+    for name, row in found["scores"].items():
+        numbers = [row["f1"], row["sd"], row["difference"], *row["difference_95"], row["recovery"]]
+        rows.append([f"{name} {found['parts'].get(name, '')}".strip(), *map(number, numbers)])
+    return [
+        "## Transplants",
+        table(["", "macro-F1", "SD", "difference", "95% from", "to", "recovery %"], rows),
+        "![transplants](transplant/transplant.png)",
+        f"Parts of `{found['donor']}` in `{found['host']}`, a linear probe on frozen vectors; {found['sizes']}. SD is "
+        "over seeds, intervals are over test texts." + "".join(f" {note}." for note in found["notes"]),
     ]
 
 
@@ -533,6 +525,7 @@ def build(folder, names, base):
     tasks = read_scores(folder / "results.jsonl", names, missing)
     cka = next(iter(read(folder / "cka" / "cka.json", missing)), None)
     needle = next(iter(read(folder / "needle" / "needle.json", missing)), None)
+    grafts = next(iter(read(folder / "transplant" / "transplant.json", [])), None)  # not everybody makes some
 
     page = ["# The detour in numbers", *([runs_page(found, base)] if found else [])]
     sentences = what_happened(continued, tasks, cka, names, base) + (say_needle(needle) if needle else [])
@@ -545,7 +538,8 @@ def build(folder, names, base):
         page += [draw_clm(run, figures) for run in continued if causal(run)][:1]
     for task, scored in tasks.items():
         page += scores_page(task, scored, figures)
-    page += cka_page(cka, names, figures) if cka else []
+    page += cka_page(cka) if cka else []
+    page += transplant_page(grafts) if grafts else []
     page += needle_page(needle) if needle else []
     page += ["## Settings and versions", *settings_page(continued)] if continued else []
     versions = [f"torch {run['plan']['torch']}" for run in found.values()]

@@ -1,5 +1,6 @@
 """cka.py: the estimator against closed forms and its definition, the features, and the script from end to end."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -59,7 +60,8 @@ def here(tmp_path_factory):
 def run_main(monkeypatch, capsys):
     """cka.main() with these settings -> the result in cka.json, stdout, stderr."""
 
-    defaults = {key: getattr(cka, key) for key in ("estimator", "bootstrap", "tokens", "trajectory", "reference")}
+    keys = ("estimator", "standardise", "drop_dims", "bootstrap", "tokens", "trajectory", "reference", "ref_mode")
+    defaults = {key: getattr(cka, key) for key in keys}
     defaults |= {"start": None, "control_a": None, "control_b": None, "n_texts": 40, "dtype": "float32"}
 
     def run(out_dir, **settings):
@@ -114,11 +116,57 @@ def test_scale_and_precision():
     assert cka.linear_cka(half, half) == pytest.approx(1, abs=1e-10)
 
 
-def test_biased_value_of_independent_gaussians():
-    """Unrelated features are far from 0 when n is not much larger than p: about p / (n + p) = 0.606 here."""
+def test_independent_gaussians():
+    """Unrelated features are far from 0 when n is not much larger than p: about p / (n + p) = 0.606 here. The debiased
+    estimator says 0."""
     X, Y = gaussian(500, 768), gaussian(500, 768, seed=1)
+    assert abs(cka.linear_cka(X, Y, debiased=True)) < 0.01
     n, p = 499, 768  # E tr(KL) = n p^2 and E tr(K^2) ~ n p^2 + n^2 p for centred Gram matrices of n - 1 dimensions
     assert cka.linear_cka(X, Y) == pytest.approx(n * p**2 / (n * p**2 + n**2 * p), abs=0.01)
+
+
+def test_debiased_is_the_u_statistic():
+    """HSIC as an average over all ordered quadruples of different texts (Song et al. 2012, eq. 4)."""
+    K, L = (Z @ Z.T for Z in (gaussian(7, 3), gaussian(7, 4, seed=1)))
+    for A, B in ((K, L), (K, K)):
+        terms = [A[i, j] * (B[i, j] + B[q, r] - 2 * B[i, q]) for i, j, q, r in itertools.permutations(range(7), 4)]
+        assert cka.unbiased_hsic(A, B) == pytest.approx(np.mean(terms), rel=1e-12)
+    X, Y = gaussian(30, 5), gaussian(30, 5, seed=1)
+    assert cka.linear_cka(X, X, debiased=True) == pytest.approx(1, abs=1e-12)
+    assert cka.linear_cka(X * 1e-100 + 1, Y, True) == pytest.approx(cka.linear_cka(X, Y + 7, True), abs=1e-9)
+
+
+def test_one_huge_dimension_rules_cka_until_it_is_left_out_or_scaled(monkeypatch):
+    """K2: near-copies, but for one independent dimension of scale 1e3."""
+    X = gaussian(200, 20)
+    Y = X + 0.1 * gaussian(200, 20, seed=1)
+    alike = cka.linear_cka(X, Y)
+    X[:, 3], Y[:, 5] = 1e3 * gaussian(200, seed=2), 1e3 * gaussian(200, seed=3)
+    plain = cka.divergences(X[None], Y[None], [range(200)])[0, 0]
+    assert alike > 0.98 and plain > 0.9
+    assert cka.top_share(X) > 0.99 > 0.25 > cka.top_share(gaussian(200, 20))
+    monkeypatch.setattr(cka, "drop_dims", 1)
+    dropped = cka.divergences(X[None], Y[None], [range(200)])[0, 0]
+    without = cka.linear_cka(np.delete(X, 3, 1), np.delete(Y, 5, 1))
+    assert dropped == pytest.approx(1 - without) and dropped < 0.15
+    monkeypatch.setattr(cka, "drop_dims", 0)
+    monkeypatch.setattr(cka, "standardise", True)
+    scaled = cka.divergences(X[None], Y[None], [range(200)])[0, 0]
+    assert scaled == pytest.approx(1 - cka.linear_cka(X / X.std(0), Y / Y.std(0))) and scaled < 0.2
+
+
+@pytest.mark.parametrize("estimator", ["biased", "debiased"])
+def test_bootstrap_sd_is_that_of_fresh_texts(estimator, monkeypatch):
+    """The SD over resamples of one sample, against the SD over many samples drawn anew."""
+    monkeypatch.setattr(cka, "estimator", estimator)
+
+    def sample(seed):
+        X = gaussian(150, 6, seed=seed)
+        return X[None], (X @ np.diag([1, 2, 3, 0, 0, 0]) + gaussian(150, 6, seed=9000 + seed))[None]
+
+    fresh = [cka.divergences(*sample(seed), [range(150)])[0, 0] for seed in range(300)]
+    within = [cka.resampled(*sample(seed), np.arange(150), 100).std() for seed in range(300, 310)]
+    assert np.mean(within) == pytest.approx(np.std(fresh), rel=0.2)
 
 
 def test_constant_features_are_nan():
@@ -168,14 +216,6 @@ def test_summary_by_hand():
     assert overall["divergence"] == pytest.approx(0.5)
     assert overall["per_sample"] == pytest.approx([0.5, 0.5, 0.5])
     assert overall["ratio"] == pytest.approx(0.5 / 0.4)
-
-
-def test_blocks():
-    assert cka.block_bounds(22) == {"low": (0, 7), "mid": (8, 14), "late": (15, 21)}  # the paper's
-    assert cka.block_bounds(28) == {"low": (0, 9), "mid": (10, 18), "late": (19, 27)}
-    for n_layers in range(1, 30):
-        covered = [layer for first, last in cka.block_bounds(n_layers).values() for layer in range(first, last + 1)]
-        assert covered == list(range(n_layers))
 
 
 # --- features
@@ -268,6 +308,65 @@ def test_sample_does_not_depend_on_file_order_or_copies(here, tmp_path, run_main
     for one, two in zip(first["layers"], second["layers"], strict=True):
         assert one["divergence"] == pytest.approx(two["divergence"], abs=1e-6)
         assert "control" not in one
+
+
+def test_beyond_the_paper_end_to_end(here, tmp_path, run_main):
+    """Each switch changes what it should, all is in the page, and nothing else moves."""
+    base = {"model_a": here / "a", "model_b": here / "b", "texts": here / "texts.jsonl"}
+    plain, *_ = run_main(tmp_path / "0", **base)
+    more, out, _ = run_main(tmp_path / "1", **base, start=here / "c", bootstrap=50)
+    assert [row["divergence"] for row in more["layers"]] == [row["divergence"] for row in plain["layers"]]
+    assert all(0 < row["bootstrap95"] < 0.5 for row in [*more["layers"], more["overall"]])
+    against, *_ = run_main(tmp_path / "2", model_a=here / "b", model_b=here / "c", texts=here / "texts.jsonl")
+    assert more["from_start"]["model_b"]["divergence"] == pytest.approx(against["overall"]["divergence"])
+    assert "bootstrap +-" in out and "model_a has come" in out
+    assert plain["embeddings"]["divergence"] > 0 and all(0 < x <= 1 for x in plain["top_share"]["a"])
+    values = {plain["overall"]["divergence"]}
+    for switch in ({"estimator": "debiased"}, {"standardise": True}, {"drop_dims": 2}, {"tokens": 3}):
+        other, *_ = run_main(tmp_path / "3", **base, **switch)
+        values.add(other["overall"]["divergence"])
+        page = (tmp_path / "3" / "cka.md").read_text()
+        said = {
+            "estimator": "debiased",
+            "standardise": "variance 1",
+            "drop_dims": "without the 2",
+            "tokens": "3 evenly",
+        }
+        assert said[next(iter(switch))] in page and "| overall" in page
+    assert len(values) == 5
+
+
+def write_run(folder, steps, seed):
+    """A run of train.py as far as cka.py looks: a plan, and checkpoints in phase 1, at its end, in the decay, after."""
+    phases = [{"name": "phase1", "tokens_at_end": 1000}, {"name": "decay", "tokens_at_end": 300}]
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"phases": phases}))
+    places = {"step_1": (0, 500), "phase1": (1, 0), **{f"step_{s}": (1, s) for s in steps}, "final": (2, 0)}
+    for i, (name, (phase, seen)) in enumerate(places.items()):
+        make_model(seed + i).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+        torch.save({"place": {"phase": phase, "phase_tokens": seen}}, folder / name / "train_state.pt")
+
+
+def test_trajectory(here, tmp_path, run_main):
+    """Figure 3a: the decay's checkpoints against the twin's after as many tokens, or all against one."""
+    write_run(tmp_path / "a", [100, 200], 10)
+    write_run(tmp_path / "b", [200, 250], 20)
+    assert list(cka.decay_checkpoints(tmp_path / "a", "trajectory")) == [0, 100, 200, 300]
+    settings = {"trajectory": tmp_path / "a", "texts": here / "texts.jsonl", "model_a": None, "model_b": None}
+    control = {"control_a": here / "a", "control_b": here / "b"}
+    matched, out, _ = run_main(tmp_path / "m", **settings, **control, reference=tmp_path / "b")
+    assert [point["tokens"] for point in matched["trajectory"]] == [0, 200, 300]
+    assert (matched["model_a"], matched["model_b"]) == (str(tmp_path / "a/final"), str(tmp_path / "b/final"))
+    for point, name in zip(matched["trajectory"], ("phase1", "step_200", "final"), strict=True):
+        sides = {"model_a": tmp_path / "a" / name, "model_b": tmp_path / "b" / name}
+        pair, *_ = run_main(tmp_path / "p", texts=here / "texts.jsonl", **sides)
+        assert point["divergence"] == pytest.approx(pair["overall"]["divergence"])
+        assert point["by_layer"] == pytest.approx([row["divergence"] for row in pair["layers"]])
+    assert "Along the decay (0 to 300 tokens)" in out and (tmp_path / "m" / "trajectory.png").exists()
+    fixed, *_ = run_main(tmp_path / "f", **settings, reference=tmp_path / "b/phase1", ref_mode="fixed")
+    assert [point["tokens"] for point in fixed["trajectory"]] == [0, 100, 200, 300]
+    assert fixed["trajectory"][0]["divergence"] == pytest.approx(matched["trajectory"][0]["divergence"])
 
 
 def test_few_texts_are_one_sample(here, tmp_path, run_main):

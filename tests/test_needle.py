@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import needle
 from configurator import configure
+from features import weights_hash
 from model import ModernBERT, ModernBERTConfig
 
 SCRIPT = Path(needle.__file__).resolve()
@@ -275,10 +276,10 @@ def test_features_are_those_of_one_example_alone_and_the_encoder_stays(pooling, 
     monkeypatch.setattr(needle, "WINDOW", 50)
     examples = needle.make_examples(write_texts(200), tokenizer)[:20]
     net = tiny_model().train()
-    before = needle.weights_hash(net)
+    before = weights_hash(net)
     monkeypatch.setattr(needle, "batch_tokens", 500)
     found = needle.features("net", net, examples, torch.device("cpu"), torch.float32)
-    assert needle.weights_hash(net) == before and not found.requires_grad
+    assert weights_hash(net) == before and not found.requires_grad
     with torch.no_grad():
         for example, vector in zip(examples, found, strict=True):
             hidden = net.eval()(torch.tensor([example["ids"]]), output_logits=False).last_hidden_state[0]
@@ -348,7 +349,7 @@ def test_fine_tuning(folder, tmp_path):
     done = run(*arguments, "--epochs=1", f"--out_dir={tmp_path}/out", "--n=60")
     assert done.returncode == 0, done.stderr
     assert "m0, fine-tuned" in done.stdout and (tmp_path / "out/needle.png").exists()
-    assert needle.weights_hash(tiny_model(0)) == needle.weights_hash(ModernBERT.from_pretrained(folder / "m0"))
+    assert weights_hash(tiny_model(0)) == weights_hash(ModernBERT.from_pretrained(folder / "m0"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from configurator import read_config, read_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ["prepare_data.py", "train.py", "finetune.py", "cka.py", "needle.py", "report.py", "bench.py"]
+STAGES = ["prepare_data.py", "train.py", "finetune.py", "cka.py", "transplant.py", "needle.py"]
+STAGES += ["report.py", "bench.py"]
 SCRIPT_OF = {"data_": "prepare_data.py", "demo_task": "finetune.py"}  # every other config is for train.py
 
 

@@ -16,6 +16,7 @@ from scipy import stats
 import cka
 import needle
 import report
+import transplant
 
 NAMES = ["general", "clm", "mlm", "mlm_seed2"]
 
@@ -72,6 +73,23 @@ def cka_result(pair, control=None):
     return json.loads(json.dumps(result), parse_constant=lambda nan: None)
 
 
+def transplant_result():
+    """transplant.json as transplant.py writes it: of 20 test texts the host gets 10, the donor 20, the low part 15."""
+    gold = np.array(["a", "b"] * 10)
+    answers = {
+        name: [np.where(np.arange(20) < n, gold, "c")] for name, n in {"host": 10, "donor": 20, "low": 15}.items()
+    }
+    found = {
+        "donor": "clm/final",
+        "host": "mlm/final",
+        "sizes": "60 train, 20 test",
+        "notes": [],
+        "parts": {"low": "0-1"},
+    }
+    found["scores"] = transplant.evaluate(answers, gold)
+    return json.loads(json.dumps(found), parse_constant=lambda nan: None)
+
+
 def needle_result(right):
     """needle.json as needle.py writes it: {model: share of right answers}, for one probe and one control."""
     examples = [{"split": "test", "label": i % 2, "length": needle.lengths[i // 2 % 5],
@@ -97,6 +115,8 @@ def demo(tmp_path):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "cka").mkdir()
     (tmp_path / "cka" / "cka.json").write_text(json.dumps(cka_result(LOW, SEEDS)))
+    (tmp_path / "transplant").mkdir()
+    (tmp_path / "transplant" / "transplant.json").write_text(json.dumps(transplant_result()))
     (tmp_path / "needle").mkdir()
     found = needle_result({"clm/final": 0.75, "mlm/final": 0.52})
     (tmp_path / "needle" / "needle.json").write_text(json.dumps(found))
@@ -119,7 +139,7 @@ def say(sentences):
 
 def test_page_and_figures(demo):
     text = make(demo)
-    for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Needle in a haystack", "Settings"):
+    for heading in ("What happened", "Losses", "Downstream: organs", "CKA", "Transplants", "Needle in", "Settings"):
         assert f"\n## {heading}" in text
     assert "## Missing" not in text
     assert "4.20M parameters (6 layers of width 64, vocabulary 4,096)" in text
@@ -135,8 +155,8 @@ def test_page_and_figures(demo):
     models = re.findall(r"^\| `(\w+)` \| 3 \|", text, re.MULTILINE)
     assert models == NAMES  # in the order of --runs, not of the file
     shown = re.findall(r"!\[\w+\]\((.+?)\)", text)
-    drawn = [f"figures/{name}.png" for name in ("losses", "clm", "scores_organs", "cka")]
-    assert shown == [*drawn, "needle/needle.png"]  # the last one is needle.py's own
+    drawn = [f"figures/{name}.png" for name in ("losses", "clm", "scores_organs")]
+    assert shown == [*drawn, "cka/cka.png", "transplant/transplant.png", "needle/needle.png"]  # the stages' own
     for name in drawn:
         assert (demo / name).read_bytes().startswith(b"\x89PNG")
         assert "</svg>" in (demo / name).with_suffix(".svg").read_text()
