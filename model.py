@@ -330,7 +330,7 @@ class GeGLU(torch.autograd.Function):
     def forward(ctx, both):
         ctx.save_for_backward(both)
         x, gate = both.chunk(2, dim=-1)
-        return F.gelu(x) * gate
+        return F.gelu(x).mul_(gate)
 
     @staticmethod
     def backward(ctx, d_out):

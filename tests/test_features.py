@@ -104,8 +104,8 @@ for name, texts in (("all", documents), ("one", documents[:1])):  # one text: a 
     np.save({str(tmp_path)!r} + f"/{{name}}{{dist.get_rank()}}.npy", found)
 dist.destroy_process_group()
 """)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     model = make_model()
     for name, texts in (("all", documents), ("one", documents[:1])):
