@@ -402,8 +402,10 @@ def draw_layers(result, path):
         axes[1].plot(layers, [row["ratio"] for row in result["layers"]], "o-", color="black", ms=4)
         axes[1].axhline(1, color="0.4", linestyle=":")
         axes[1].set_ylabel("ratio to the control")
-        for row in result["blocks"].values():
-            axes[1].hlines(row["ratio"], row["layers"][0] - 0.3, row["layers"][1] + 0.3, color="#009E73", lw=2)
+        for i, row in enumerate(result["blocks"].values()):
+            ends = row["layers"][0] - 0.3, row["layers"][1] + 0.3
+            label = None if i else "of the means of low, mid, late"
+            axes[1].hlines(row["ratio"], *ends, color="#009E73", lw=2, label=label)
     for ax in axes:
         ax.set(xlabel="layer", xticks=range(0, len(layers), 1 + len(layers) // 16))
         ax.set_ylim(bottom=0)
@@ -417,12 +419,12 @@ def draw_trajectory(result, path):
     points = result["trajectory"]
     values, sd = (np.array([100 * point[key] for point in points]) for key in ("divergence", "sd"))
     label = f"{short(result['trajectory_of'])} against {short(result['reference'])}, {result['ref_mode']}"
-    ax.errorbar([point["tokens"] for point in points], values, np.nan_to_num(sd), fmt="o-", color="#0072B2",
+    ax.errorbar([point["tokens"] / 1e6 for point in points], values, np.nan_to_num(sd), fmt="o-", color="#0072B2",
                 capsize=3, ms=4, label=label)  # fmt: skip
     if result["control_a"]:
         noise = 100 * result["overall"]["control"]["divergence"]
         ax.axhline(noise, color="#D55E00", linestyle="--", label=f"control: another seed, {noise:.1f}%")
-    ax.set(xlabel="tokens of decay", ylabel="divergence 1 - CKA, all layers (%)")
+    ax.set(xlabel="tokens of decay (million)", ylabel="divergence 1 - CKA, all layers (%)")
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     figure.legend(frameon=False, loc="outside upper left", fontsize=9)
@@ -431,7 +433,7 @@ def draw_trajectory(result, path):
 
 def write_page(result, path):
     """cka.md: the comparison on one page, to print or to hand on."""
-    lines = ["# CKA", *(f"- {sentence}" for sentence in what_it_says(result)), "", "![](cka.png)", ""]
+    lines = ["# CKA", "", *(f"- {sentence}" for sentence in what_it_says(result)), "", "![](cka.png)", ""]
     lines += ["![](trajectory.png)", ""] if result.get("trajectory") else []
     lines += [table(result), "", f"`{result['model_a']}` against `{result['model_b']}`"]
     lines += [f"; control `{result['control_a']}` against `{result['control_b']}`"] if result["control_a"] else []
@@ -491,9 +493,9 @@ def compare(sides, draws):
     result["embeddings"] = summarise(first, noise)["overall"]
     result["top_share"] = {"a": [top_share(layer) for layer in a], "b": [top_share(layer) for layer in b]}
     if start:
-        came = {name: side for name, side in sides.items() if side is not None and name != "start"}
         result["from_start"] = {name: summarise(divergences(side[1:], origin[1:], draws, f"{name}, start:"))["overall"]
-                                for name, side in came.items()}  # fmt: skip
+                                for name, side in sides.items() if side is not None and side is not origin
+                                and not (name == "control_b" and side is b)}  # fmt: skip
     return result
 
 

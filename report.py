@@ -236,7 +236,7 @@ def say_needle(needle):
     return [f"{what}; above {chance}: {', '.join(above)}." if above else f"{what}; none is safely above {chance}."]
 
 
-def what_happened(continued, tasks, cka, names, base):
+def what_happened(continued, tasks, cka, needle, names, base):
     """All sentences that the data allow, in the order of the recipe."""
     detour = next((run for run in continued if causal(run)), None)
     twins = [run for run in continued if not causal(run)]
@@ -250,6 +250,7 @@ def what_happened(continued, tasks, cka, names, base):
             if roles[0] in scored["models"] and roles[1] in scored["models"]:
                 sentences += say_scores(task, scored["models"], *roles)
     sentences += say_cka(cka, names) if cka else []
+    sentences += say_needle(needle) if needle else []
     if continued:
         size, tokens = millions(continued[0]["plan"]["parameters"]), millions(continued[0]["steps"][-1]["tokens"])
         sentences.append(
@@ -528,7 +529,7 @@ def build(folder, names, base):
     grafts = next(iter(read(folder / "transplant" / "transplant.json", [])), None)  # not everybody makes some
 
     page = ["# The detour in numbers", *([runs_page(found, base)] if found else [])]
-    sentences = what_happened(continued, tasks, cka, names, base) + (say_needle(needle) if needle else [])
+    sentences = what_happened(continued, tasks, cka, needle, names, base)
     for title, lines in (("What happened", sentences), ("Missing", missing)):
         page += [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
     if continued:

@@ -37,7 +37,9 @@ from tasks import read_task
 
 donor = None  # checkpoint directory or hub id that gives, in the paper the encoder with the detour
 host = None  # the one that takes, its twin without
-parts = None  # 0-7 | attn | mlp | embeddings | joined with + | each; None: a low, middle and late third, attn, mlp
+parts = (
+    None  # 0-7 | attn | mlp | embeddings | joined with + | each; None: low,mid,late,attn,mlp, of thirds of the depth
+)
 task = None  # jsonl file with text, label and split
 pool = "cls"  # cls: the first token | mean: over all tokens
 seeds = (42, 43, 44)  # P-604
@@ -235,12 +237,15 @@ def check_settings():
 
 def parts_of(n_layers):
     """{name in the table: part}."""
+    blocks = {name: f"{first}-{last}" for name, (first, last) in block_bounds(n_layers).items()}
     if parts is None:
-        blocks = {name: f"{first}-{last}" for name, (first, last) in block_bounds(n_layers).items()}
         return {**blocks, "attn": "attn", "mlp": "mlp"}
-    asked = [part.strip() for part in (parts if isinstance(parts, (list, tuple)) else str(parts).split(","))]
-    layers = [f"{layer}" for layer in range(n_layers)]
-    return {part: part for name in asked for part in (layers if name == "each" else [str(name)])}
+    asked = [str(part).strip() for part in (parts if isinstance(parts, (list, tuple)) else str(parts).split(","))]
+    layers = {f"{layer}": f"{layer}" for layer in range(n_layers)}
+    wanted = {}
+    for name in asked:
+        wanted |= layers if name == "each" else {name: blocks.get(name, name)}
+    return wanted
 
 
 def main():
