@@ -308,7 +308,7 @@ def run_probes(models, wanted, tokenizer):
                 "test": {"macro_f1": macro_f1(gold, answers[name][-1]) / 100},
             }
             with open(Path(out_dir) / "results.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, **about}) + "\n")
+                file.write(json.dumps({**about, **row}) + "\n")
             bar.update()
     bar.close()
     write(evaluate(answers, gold), wanted, about | {"seeds": list(seeds)})
