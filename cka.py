@@ -272,11 +272,13 @@ def check_shapes(named, documents):
     for name, setting in named.items():
         try:
             config = json.loads((find_checkpoint(name) / "config.json").read_text(encoding="utf-8"))
-            depths[name], size = config["num_hidden_layers"], config["vocab_size"]
+            depths[name], size, width = (config[k] for k in ("num_hidden_layers", "vocab_size", "hidden_size"))
         except (OSError, ValueError, KeyError) as error:
             fail(f"--{setting}={name}: expected a checkpoint ({error})")
         if (top := max(map(max, documents))) >= size:
             fail(f"--{setting}={name}: token id {top} but vocab_size {size}: expected its tokenizer")
+        if drop_dims >= width:
+            fail(f"--drop_dims={drop_dims}: expected fewer than the {width} dimensions of --{setting}={name}")
     if len(set(depths.values())) > 1:
         fail(f"layers per model {depths}: expected the same depth for all")
 
@@ -339,28 +341,36 @@ def table(result):
     return tabulate(lines[1:], lines[0], tablefmt="github", colalign=ends, disable_numparse=True)
 
 
+def shown(value, digits=1, unit="%"):
+    return f"{value:.{digits}f}{unit}" if np.isfinite(value) else "undefined"
+
+
 def what_it_says(result):
     """Sentences computed from the numbers."""
     overall, say = result["overall"], []
     if "ratio" in overall:
+        noise = shown(100 * overall["control"]["divergence"])
         say += [
-            f"The pair diverges by {100 * overall['divergence']:.1f}% over all layers, the control, which differs "
-            f"in the seed alone, by {100 * overall['control']['divergence']:.1f}%: {overall['ratio']:.2f} times."
+            f"The pair diverges by {shown(100 * overall['divergence'])} over all layers, the control, which differs "
+            f"in the seed alone, by {noise}: {shown(overall['ratio'], 2, '')} times."
         ]
-        parts = [f"{row['ratio']:.2f} in the {name} layers {row['layers'][0]}-{row['layers'][1]} (each layer by itself "
-                 f"{min(x['ratio'] for x in among):.2f} to {max(x['ratio'] for x in among):.2f})"
-                 for name, row in result["blocks"].items()
-                 if (among := result["layers"][row["layers"][0] : row["layers"][1] + 1])]  # fmt: skip
+        parts = []
+        for name, row in result["blocks"].items():  # the paper's "more than 9" is of the means, its "5 to 44" of each
+            first, last = row["layers"]
+            each = [x["ratio"] for x in result["layers"][first : last + 1] if np.isfinite(x["ratio"])] or [np.nan]
+            ends = f"{shown(min(each), 2, '')} to {shown(max(each), 2, '')}"
+            ratio = shown(row["ratio"], 2, "")
+            parts.append(f"{ratio} in the {name} layers {first}-{last} (each layer by itself {ends})")
         say += [f"The ratio is {', '.join(parts)}."]
     for name, row in result.get("from_start", {}).items():
-        say += [f"{name} has come {100 * row['divergence']:.1f}% from {result['start']}."]
+        say += [f"{name} has come {shown(100 * row['divergence'])} from {result['start']}."]
     if points := result.get("trajectory"):
         values = [100 * point["divergence"] for point in points]
         say += [
             f"Along the decay ({points[0]['tokens']:,} to {points[-1]['tokens']:,} tokens) the divergence goes from "
-            f"{values[0]:.1f}% to {values[-1]:.1f}%, between {min(values):.1f}% and {max(values):.1f}%."
+            f"{shown(values[0])} to {shown(values[-1])}, between {shown(min(values))} and {shown(max(values))}."
         ]
-    return [sentence.replace("nan", "undefined") for sentence in say]
+    return say
 
 
 def new_figure(width, height, columns=1):

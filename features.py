@@ -7,6 +7,7 @@ cka.py compares such vectors between encoders, needle.py and transplant.py train
 import hashlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -105,20 +106,24 @@ def compute(model, documents, reduce, what, name="model", device="cpu", dtype=to
 
     reduce(output, sizes) gets the model's output for some documents as one flat stream, without padding, and how many
     tokens each has; it returns one entry a document. `what` names it in the cache: a directory, in which results lie
-    under a hash of weights, documents, `what` and dtype, so that they are computed once. states: output.hidden_states
-    is needed too. With several processes (torchrun), each takes its share and all get the whole.
+    under a hash of config, weights, documents, `what` and dtype, so that they are computed once. states:
+    output.hidden_states is needed too. With several processes (torchrun), each takes its share and all get the whole.
     """
     device = torch.device(device)
-    key = json.dumps([weights_hash(model), what, str(dtype), [list(map(int, ids)) for ids in documents]])
-    file = Path(cache) / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy" if cache else None
-    if file and file.exists():
-        return np.load(file)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    network = [asdict(model.config), weights_hash(model)]  # other windows or thetas make other vectors of equal weights
+    key = json.dumps([network, what, str(dtype), [list(map(int, ids)) for ids in documents]])
+    file = Path(cache) / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy" if cache else None
+    found = np.load(file) if file and rank == 0 and file.exists() else None
+    if ranks > 1:  # rank 0 alone looks: were a file there for some ranks only, those would not join in computing it
+        dist.broadcast_object_list(box := [found])
+        found = box[0]
+    if found is not None:
+        return found
     model = model.to(device).eval()
     batches = batches_of(documents, batch_tokens)[rank::ranks]
     total = sum(len(documents[i]) for rows in batches for i in rows)
     bar = tqdm(total=total, desc=f"features of {name}", unit="token", unit_scale=True, disable=rank > 0)
-    found = None
     for rows in batches:
         ids, cu_seqlens = flat_batch([documents[i] for i in rows], device)
         sizes = [len(documents[i]) for i in rows]

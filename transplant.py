@@ -17,6 +17,7 @@ import copy
 import json
 import os
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -264,8 +265,12 @@ def main():
     if save:
         if len(wanted) > 1:
             fail(f"--save={save}: expected one part, got {', '.join(wanted)}; join them with + in --parts")
-        transplant(models["host"], models["donor"], *wanted.values()).save_pretrained(save)
-        tokenizers["host"].save_pretrained(save)
+        if Path(save).exists():
+            fail(f"--save={save}: exists; expected a new directory, since a checkpoint there would be lost")
+        shutil.rmtree(part := Path(f"{save}.part"), ignore_errors=True)  # whole or not at all
+        transplant(models["host"], models["donor"], *wanted.values()).save_pretrained(part)
+        tokenizers["host"].save_pretrained(part)
+        os.replace(part, save)
         print(f"saved {save}: {host} with {', '.join(wanted)} of {donor}")
     if task is not None:
         run_probes(models, wanted, tokenizers["host"])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,23 @@ def test_beyond_the_paper_end_to_end(here, tmp_path, run_main):
     assert len(values) == 5
 
 
+def test_a_path_is_never_read_as_a_number(here, tmp_path, run_main):
+    (tmp_path / "nano").symlink_to(here / "c")
+    sides = {"model_a": here / "a", "model_b": here / "b", "texts": here / "texts.jsonl"}
+    _, out, _ = run_main(tmp_path / "out", **sides, start=tmp_path / "nano")
+    assert f"% from {tmp_path}/nano." in out
+
+
+def test_the_same_weights_in_another_network(here, tmp_path, run_main):
+    """Another attention window is another encoder, also for the cache."""
+    shutil.copytree(here / "a", tmp_path / "wide")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config | {"local_attention": 2}))
+    result, *_ = run_main(tmp_path, model_a=here / "a", model_b=tmp_path / "wide", texts=here / "texts.jsonl")
+    first, second, _ = (row["divergence"] for row in result["layers"])
+    assert first == pytest.approx(0, abs=1e-12) and second > 1e-3  # layer 0 sees everything, layer 1 its window
+
+
 def write_run(folder, steps, seed):
     """A run of train.py as far as cka.py looks: a plan, and checkpoints in phase 1, at its end, in the decay, after."""
     phases = [{"name": "phase1", "tokens_at_end": 1000}, {"name": "decay", "tokens_at_end": 300}]
@@ -406,6 +424,8 @@ def test_bad_input_is_one_line(here, tmp_path, run_main):
         ({"model_b": tmp_path / "shallow"}, "same depth"),
         ({"control_a": here / "c"}, "both or neither"),
         ({"n_texts": 2}, "--n_texts=2"),
+        ({"drop_dims": 32}, "--drop_dims=32: expected fewer than the 32 dimensions"),
+        ({"drop_dims": 40}, "--drop_dims=40"),
         ({"estimator": "unbiased"}, "--estimator=unbiased: expected one of biased, debiased"),
         ({"bootstrap": 100, "tokens": 4}, "--bootstrap=100 --tokens=4"),
         ({"trajectory": here}, "--reference=None"),

@@ -97,10 +97,12 @@ from features import compute
 from model import ModernBERT
 from test_features import first_and_mean
 dist.init_process_group("gloo")
+cache = {str(tmp_path / "cache")!r} + str(dist.get_rank())  # as on two machines: what one has, the other does not see
 model = ModernBERT.from_pretrained({str(tmp_path / "m")!r})
 documents = json.load(open({str(tmp_path / "documents.json")!r}))
-for name, texts in (("all", documents), ("one", documents[:1])):  # one text: a rank has nothing to do
-    found = compute(model, texts, first_and_mean, "x", batch_tokens=50, cache={str(tmp_path / "cache")!r})
+# one text: a rank has nothing to do; all again: from the cache
+for name, texts in (("all", documents), ("one", documents[:1]), ("again", documents)):
+    found = compute(model, texts, first_and_mean, "x", batch_tokens=50, cache=cache)
     np.save({str(tmp_path)!r} + f"/{{name}}{{dist.get_rank()}}.npy", found)
 dist.destroy_process_group()
 """)
@@ -108,8 +110,8 @@ dist.destroy_process_group()
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     model = make_model()
-    for name, texts in (("all", documents), ("one", documents[:1])):
+    for name, texts in (("all", documents), ("one", documents[:1]), ("again", documents)):
         alone = features.compute(model, texts, first_and_mean, "x", batch_tokens=50)
         for rank in (0, 1):
             assert np.allclose(np.load(tmp_path / f"{name}{rank}.npy"), alone, atol=1e-6)
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 2
+    assert len(list((tmp_path / "cache0").glob("*.npy"))) == 2 and not (tmp_path / "cache1").exists()

@@ -210,6 +210,7 @@ def test_bad_input_is_one_line(here, tmp_path, run_main):
         ({"task": None}, "--task=None"),
         ({"task": here / "none.jsonl"}, "--task="),
         ({"save": tmp_path / "s"}, "expected one part, got low, mid, late, attn, mlp"),
+        ({"parts": "0", "save": here / "b"}, "exists; expected a new directory"),
         ({"subsample": 0}, "--subsample=0"),
         ({"subsample": 0.9, "seeds": ()}, "--seeds=()"),
     ):
