@@ -64,7 +64,7 @@ dtype = "auto"  # auto: bfloat16 where the hardware multiplies it fast | float32
 repeats = 5  # timed steps of each variant
 warmup = 1  # untimed steps of each variant before them
 threads = 0  # of a CPU; 0 = what PyTorch chooses
-memory = True  # also measure peak memory; on a CPU in a fresh process for each variant, with glibc's own settings
+memory = True  # also measure peak memory; on a CPU that takes a fresh process for each variant
 peak_tflops = 0.0  # of the device in this dtype, for MFU; 0 = look it up by the GPU's name, bfloat16 only
 seed = 0  # of weights, tokens and targets
 out = "out/bench.json"  # where the results go
@@ -259,8 +259,9 @@ def cpu_peaks(variant):
     names = ("shape", "tokens", "cases", "mask_prob", "backward", "vocab_size", "global_every", "dtype", "seed")
     command = [sys.executable, str(Path(__file__).resolve()), "--device=cpu", f"--memory_of={variant}"]
     command += [f"--threads={torch.get_num_threads()}", *(f"--{name}={globals()[name]}" for name in names)]
-    # without the settings that make glibc keep large buffers: they save time, and leave holes that count as memory
+    # every large buffer a mapping of its own, gone when freed: in a heap, the holes between buffers count as memory
     env = {key: value for key, value in os.environ.items() if key not in ALLOCATOR}
+    env["MALLOC_MMAP_THRESHOLD_"] = "65536"
     run = subprocess.run(command, capture_output=True, text=True, env=env)
     if run.returncode:
         return [run.stderr.strip().split("\n")[-1] or f"exit status {run.returncode}"] * len(cases)
