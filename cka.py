@@ -62,12 +62,10 @@ dtype = "float32"  # of the forward pass, float64 after it; bfloat16 moves CKA b
 out_dir = "out/cka"  # where everything goes
 
 TOP = 3  # dimensions whose share of the variance is shown
-PAPER = {
-    "control": 49.7,
-    "divergence at 1.5B of decay": 56.5,
-    "low ratio": "9.6 (5 to 44)",
-    "mid, late ratio": "near 1",
-}
+# The paper's French base model, 22 layers (sections 1 and 5.1): ratios by block, and the rest in words.
+PAPER = {"low": "5 to 44", "mid": "near 1", "late": "near 1"}
+PAPER_SAYS = """In the paper (French base model, 10B + 1B tokens) 56.5% overall after 1.5B tokens of decay, the control
+49.7%; the ratio is 5 to 44 in single low layers, above 9 in layers 0-7 together, and near 1 higher up."""
 
 
 def fail(message):
@@ -320,6 +318,7 @@ def trajectory_pairs():
 def table(result):
     """Percent, and ratios; lines that line up, and markdown."""
     head = ["", "divergence %", "SD", "95% t +-", "control %", "ratio", f"top {TOP} dims %: a", "b"]
+    head.insert(6, "paper's")
     rows = [("embeddings", result["embeddings"], "embeddings")]
     rows += [(f"layer {layer}", row, layer) for layer, row in enumerate(result["layers"])]
     rows += [(f"{name} {row['layers'][0]}-{row['layers'][1]}", row, None) for name, row in result["blocks"].items()]
@@ -335,7 +334,8 @@ def table(result):
         numbers = [f"{100 * number:.2f}" for number in numbers] + [f"{row.get('ratio', np.nan):.3g}"]
         if "bootstrap95" in result["overall"]:
             numbers.insert(3, f"{100 * row.get('bootstrap95', np.nan):.2f}")
-        lines.append([name, *numbers, *(f"{100 * share:.0f}" for share in shares)])
+        paper = PAPER.get(name.split()[0], "") if "ratio" in row else ""
+        lines.append([name, *numbers, paper, *(f"{100 * share:.0f}" for share in shares)])
     lines = [[cell.replace("nan", "-") for cell in line] for line in lines]
     ends = ("left", *["right"] * (len(head) - 1))
     return tabulate(lines[1:], lines[0], tablefmt="github", colalign=ends, disable_numparse=True)
@@ -445,15 +445,16 @@ def write_page(result, path):
     """cka.md: the comparison on one page, to print or to hand on."""
     lines = ["# CKA", "", *(f"- {sentence}" for sentence in what_it_says(result)), "", "![](cka.png)", ""]
     lines += ["![](trajectory.png)", ""] if result.get("trajectory") else []
-    lines += [table(result), "", f"`{result['model_a']}` against `{result['model_b']}`"]
-    lines += [f"; control `{result['control_a']}` against `{result['control_b']}`"] if result["control_a"] else []
-    lines += [f". {result['estimator']}; {result['pooling']}; {result['samples']} samples of {result['n_texts']} from "
-              f"{result['pool']} texts of `{result['texts']}`; forward pass in {result['forward_dtype']}. SD and the t "
-              "interval are over samples of texts, not over training runs. The ratio divides the two divergences; for "
-              "a block, their means."]  # fmt: skip
-    lines += [f" {note}." for note in result["notes"]]
-    paper = "; ".join(f"{key} {value}" + "%" * isinstance(value, float) for key, value in PAPER.items())
-    lines += ["", f"The paper's French base model, 22 layers of width 768, 10B + 1B tokens: {paper}."]
+    pair = f"`{result['model_a']}` against `{result['model_b']}`"
+    if result["control_a"]:
+        pair += f"; control `{result['control_a']}` against `{result['control_b']}`"
+    lines += [table(result), "", f"{pair}. {result['estimator'][0].upper()}{result['estimator'][1:]}; "
+              f"{result['pooling']}; {result['samples']} samples of {result['n_texts']} from {result['pool']} texts of "
+              f"`{result['texts']}`; forward pass in {result['forward_dtype']}. SD and the t interval are over samples "
+              "of texts, not over training runs. The ratio divides the two divergences; for a block, their "
+              "means."]  # fmt: skip
+    lines += [f"{note}." for note in result["notes"]]
+    lines += ["", PAPER_SAYS]
     (path / "cka.md.tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(path / "cka.md.tmp", path / "cka.md")
 
@@ -529,7 +530,10 @@ def about(documents, draws, pool, notes, forward_dtype):
     averaged = "mean over a text's tokens, [CLS] and [SEP] included"
     found = {"texts": str(texts), "n_texts": len(draws[0]), "pool": len(pool), "samples": len(draws)}
     found |= {"seeds": list(seeds), "tokens": sum(map(len, documents)), "max_len": max_len, "notes": notes}
-    found |= {"estimator": f"linear CKA, {estimator}, float64{more}", "forward_dtype": str(forward_dtype)}
+    found |= {
+        "estimator": f"linear CKA, {estimator}, float64{more}",
+        "forward_dtype": str(forward_dtype).removeprefix("torch."),
+    }
     return found | {"pooling": f"{tokens} evenly spread tokens of each text" if tokens else averaged}
 
 
@@ -561,9 +565,9 @@ def main():
     check_shapes({**others, **named}, documents)
     where = join_ranks(default_device() if device == "auto" else torch.device(device))
     forward_dtype = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
-    result = settings | about(documents, draws, pool, notes, forward_dtype)
+    result = settings | about(documents, draws, pool, notes, forward_dtype) | {"paper": PAPER}
     print(f"{len(draws)} samples of {len(draws[0])} from {len(pool)} texts, {result['tokens']:,} tokens for each model")
-    print(f"forward pass in {str(forward_dtype).removeprefix('torch.')} on {where}")
+    print(f"forward pass in {result['forward_dtype']} on {where}")
 
     pooled = {name: features(name, setting, documents, where, forward_dtype) for name, setting in named.items()}
     result |= compare({k: None if name is None else pooled[str(name)] for k, name in settings.items()}, draws)

@@ -3,7 +3,8 @@
     python report.py --out_dir=out/demo
     python report.py out/run [out/other ...]     # the curves of runs of train.py, also while they go on, in one figure
 
-Reads only files in out_dir: plan.json and log.jsonl of each run, cka/, transplant/, needle/ and results.jsonl.
+Reads only files in out_dir: plan.json and log.jsonl of each run, cka/ (and cka_*/, further comparisons), transplant/,
+needle/ and results.jsonl. Runs with frozen layers, named in --runs, become the bars of Figure 1b.
 Every number and every sentence is computed from them; what is missing is listed, and the rest is written all the same.
 Writes out_dir/report.md and out_dir/figures/, each figure as png and svg with its data as json; the curves of runs that
 are named one by one go to figures/ in the first of them.
@@ -12,6 +13,7 @@ are named one by one go to figures/ in the first of them.
 import json
 import math
 import os
+import re
 import sys
 from itertools import cycle
 from pathlib import Path
@@ -28,6 +30,13 @@ pretraining = "general"  # the run that made the encoder which the others contin
 
 # Blue, vermilion, green, purple: apart for colour-blind eyes, and by markers and dashes in grey print.
 STYLES = [("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":")]
+
+
+# Table 4: the paper's overall divergences in percent, with what it prints as their 95% intervals (X-03).
+PAPER_SIZES = [("ModernCamemBERT base, 150M", 56.5, 0.7), ("ModernCamemBERT large, 350M", 67.2, 0.3)]
+PAPER_SIZES += [("Gemma-3, 270M, a decoder that took the opposite detour", 26.3, 1.0)]
+# Table 5 and Figure 1b: French base models, mean macro-F1 of eight tasks. (frozen layers, phase) -> F1
+PAPER_FREEZE = {"twin": 58.9, ("low", "phase1"): 59.3, ("mid", "phase1"): 61.2, ("low", "decay"): 61.2, "detour": 61.6}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,6 +109,39 @@ def points(by_seed, metric="macro_f1"):
 
 def causal(run):
     return [step for step in run["steps"] if step["objective"] == "clm"]
+
+
+def condition(run, causal_runs):
+    """Which bar of Figure 1b a run is: a key of PAPER_FREEZE or its like, and words for it; None if it is none. A decay
+    that branched off one of `causal_runs` (names) has taken the detour, too."""
+    detour = causal(run) or label(run["plan"]["init_from"], causal_runs) in causal_runs
+    frozen = {phase["name"]: phase["frozen"] for phase in run["plan"]["phases"] if phase.get("frozen")}
+    if not frozen:
+        return ("detour", "detour, nothing frozen") if detour else ("twin", "MLM twin")
+    layers = re.fullmatch(r"(\d+)-\d+", next(iter(frozen.values())))
+    if not detour or len(frozen) > 1 or not layers:
+        return None
+    phase, text = next(iter(frozen.items()))
+    return ("low" if layers[1] == "0" else "mid", phase), f"detour, {text} frozen in {phase.replace('1', ' 1')}"
+
+
+def read_freezing(continued, tasks):
+    """{condition: (words, {seed: mean macro-F1 of the tasks in points})}, the twin first and the detour last, from the
+    tasks and seeds that all have; {} if nothing was frozen. Of several runs of one condition the first counts."""
+    named, causal_runs = {}, [run["name"] for run in continued if causal(run)]
+    for run in continued:
+        if (found := condition(run, causal_runs)) and any(run["name"] in scored["models"] for scored in tasks.values()):
+            named.setdefault(found[0], (found[1], run["name"]))
+    order = ["twin", *(key for key in named if isinstance(key, tuple)), "detour"]
+    if len(named) < 3 or not {"twin", "detour"} <= named.keys():
+        return {}
+    shared = [t["models"] for t in tasks.values() if all(name in t["models"] for _, name in named.values())]
+    seeds = [set(models[name]) for models in shared for _, name in named.values()]
+    return {
+        key: (named[key][0], {seed: float(np.mean([points(models[named[key][1]])[seed] for models in shared]))
+                              for seed in sorted(set.intersection(*seeds))})
+        for key in order
+    } if seeds and set.intersection(*seeds) else {}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,6 +268,18 @@ def say_cka(cka, names):
     return sentences
 
 
+def say_freezing(freezing):
+    """Does a detour with frozen layers still beat the twin? In the paper: not with the low ones frozen in phase 1."""
+    sentences, twin = [], freezing.get("twin", ("", {}))[1]
+    meaning = {0: "within noise", 1: "a gain that freezing leaves", -1: "a loss"}
+    for key, (words, by_seed) in freezing.items():
+        if isinstance(key, tuple):
+            text, verdict = interval([by_seed[seed] - twin[seed] for seed in twin])
+            there = f" The paper has {PAPER_FREEZE[key] - PAPER_FREEZE['twin']:+.1f}." if key in PAPER_FREEZE else ""
+            sentences.append(f"{words[0].upper()}{words[1:]}: {text} against the MLM twin, {meaning[verdict]}.{there}")
+    return sentences
+
+
 def say_needle(needle):
     """Which probes answer better than chance, by the lower end of their intervals."""
     found = [(f"{name} ({probe})", s) for probe, models in needle["probes"].items() for name, s in models.items()]
@@ -238,8 +292,9 @@ def say_needle(needle):
 
 def what_happened(continued, tasks, cka, needle, names, base):
     """All sentences that the data allow, in the order of the recipe."""
-    detour = next((run for run in continued if causal(run)), None)
-    twins = [run for run in continued if not causal(run)]
+    whole = [run for run in continued if not any(phase.get("frozen") for phase in run["plan"]["phases"])]
+    detour = next((run for run in whole if causal(run)), None)
+    twins = [run for run in whole if not causal(run)]
     sentences = [say_clm(detour)] if detour else []
     sentences += [say_held_out(run) for run in continued]
     if detour and twins:
@@ -249,6 +304,7 @@ def what_happened(continued, tasks, cka, needle, names, base):
         for task, scored in tasks.items():
             if roles[0] in scored["models"] and roles[1] in scored["models"]:
                 sentences += say_scores(task, scored["models"], *roles)
+    sentences += say_freezing(read_freezing(continued, tasks))
     sentences += say_cka(cka, names) if cka else []
     sentences += say_needle(needle) if needle else []
     if continued:
@@ -368,6 +424,28 @@ def draw_clm(run, folder):
     return save_figure(figure, folder, "clm", {"training": training, "held_out": held, "ln_vocab": chance})
 
 
+def draw_freezing(freezing, folder):
+    """Figure 1b: a bar for each condition with its 95% t interval over seeds, and the paper's bars beside."""
+    figure, axes = new_figure(1.4 + 0.4 * len(freezing), 1, 2, sharey=True)
+    colours = {"twin": "0.6", "detour": STYLES[0][0]}
+    ours = [mean_sd_ci(list(by_seed.values())) for _, by_seed in freezing.values()]
+    paper = [(PAPER_FREEZE.get(key, math.nan), math.nan, math.nan) for key in freezing]
+    for ax, values, title in ((axes[0], ours, "here"), (axes[1], paper, "in the paper")):
+        for i, (key, (mean, _, ci)) in enumerate(zip(freezing, values, strict=True)):
+            error = None if math.isnan(ci) else ci
+            ax.barh(i, mean, xerr=error, color=colours.get(key, STYLES[1][0]), capsize=4, height=0.6)
+        ends = [x for mean, _, ci in values for x in (mean - np.nan_to_num(ci), mean + np.nan_to_num(ci))]
+        margin = 0.15 * (np.nanmax(ends) - np.nanmin(ends)) or 1  # the bars differ by little: a cut axis, and said so
+        ax.set_xlim(max(0, np.nanmin(ends) - margin), np.nanmax(ends) + margin)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("mean test macro-F1 (axis cut)")
+        ax.grid(axis="y", visible=False)
+        ax.grid(axis="x", alpha=0.3)
+    axes[0].set(yticks=range(len(freezing)), yticklabels=[words for words, _ in freezing.values()])
+    axes[0].invert_yaxis()
+    return save_figure(figure, folder, "freezing", {words: by_seed for words, by_seed in freezing.values()})
+
+
 def draw_scores(task, models, folder):
     """Test macro-F1 of each model: the mean with its 95% t interval, and the seeds as small dots below."""
     figure, (ax,) = new_figure(1.0 + 0.5 * len(models))
@@ -457,22 +535,62 @@ def scores_page(task, scored, folder):
     ]
 
 
-def cka_page(cka):
-    entries = [(f"layer {i}", entry) for i, entry in enumerate(cka["layers"])]
-    entries += [(f"{name} {'-'.join(map(str, entry['layers']))}", entry) for name, entry in cka["blocks"].items()]
-    rows = []
-    for name, entry in [*entries, ("all", cka["overall"])]:
-        percent = [entry["divergence"], entry["sd"], entry["ci95"], entry.get("control", {}).get("divergence")]
-        rows.append([name, *(number(x and 100 * x) for x in percent), number(entry.get("ratio"))])
+def freezing_page(freezing, folder):
+    """Table 5: what is left of the detour's gain when layers were frozen."""
+    rows, (twin, detour) = [], (freezing[key][1] for key in ("twin", "detour"))
+    for key, (words, by_seed) in freezing.items():
+        cells = [number(x) for x in mean_sd_ci(list(by_seed.values()))]
+        for other in (twin, detour):
+            mean, _, ci = mean_sd_ci([by_seed[seed] - other[seed] for seed in by_seed])
+            cells.append("-" if by_seed is other else f"{mean:+.2f} ± {number(ci)}")
+        paper = PAPER_FREEZE.get(key)
+        shift = paper and f"{paper - PAPER_FREEZE['twin']:+.1f}"
+        rows.append([words, *cells, number(paper, 1), "-" if key == "twin" or not paper else shift])
+    head = ["", "macro-F1", "SD", "95% t ±", "against the twin", "against the detour", "paper's F1", "against its twin"]
     return [
-        "## CKA",
-        table(["", "divergence %", "SD", "95% t ±", "control %", "ratio"], rows),
-        "![cka](cka/cka.png)",
-        f"`{cka['model_a']}` against `{cka['model_b']}`"
-        + (f"; control `{cka['control_a']}` against `{cka['control_b']}`" if cka["control_a"] else "")
-        + f". {cka['estimator'][0].upper()}{cka['estimator'][1:]}; {cka['pooling']}; {cka['samples']} samples of "
-        f"{cka['n_texts']} from {cka['pool']} held-out texts. SD and interval are over samples of texts, not over "
-        "training runs." + "".join(f" {note}." for note in cka["notes"]),
+        "## Freezing",
+        table(head, rows),
+        draw_freezing(freezing, folder),
+        "Means over the tasks that all these runs were scored on; differences are paired by seed, ± is a 95% t "
+        "interval over fine-tuning seeds, each encoder was trained once. The paper's are means of eight French tasks "
+        "and nine seeds; of its first row of frozen layers it says p = 0.25 against the twin, which is no evidence "
+        "that the two are equal.",
+    ]
+
+
+def cka_page(comparisons):
+    """{directory: cka.json}: each layer by layer, the paper's ratios beside (Figures 3b and 4), and all in Table 4."""
+    page = ["## CKA"]
+    for folder, cka in comparisons.items():
+        rows, paper = [], cka.get("paper", {})
+        entries = [(f"layer {i}", entry, "") for i, entry in enumerate(cka["layers"])]
+        entries += [(f"{name} {'-'.join(map(str, row['layers']))}", row, paper.get(name, ""))
+                    for name, row in cka["blocks"].items()]  # fmt: skip
+        for name, entry, there in [*entries, ("all", cka["overall"], "")]:
+            percent = [entry["divergence"], entry["sd"], entry["ci95"], entry.get("control", {}).get("divergence")]
+            percent = [number(x and 100 * x) for x in percent]
+            rows.append([name, *percent, number(entry.get("ratio")), there if "ratio" in entry else ""])
+        page += [
+            table(["", "divergence %", "SD", "95% t ±", "control %", "ratio", "paper's"], rows),
+            f"![{folder}]({folder}/cka.png)",
+            *([f"![trajectory]({folder}/trajectory.png)"] if cka.get("trajectory") else []),
+            f"`{cka['model_a']}` against `{cka['model_b']}`"
+            + (f"; control `{cka['control_a']}` against `{cka['control_b']}`" if cka["control_a"] else "")
+            + f". {cka['estimator'][0].upper()}{cka['estimator'][1:]}; {cka['pooling']}; {cka['samples']} samples of "
+            f"{cka['n_texts']} from {cka['pool']} held-out texts. SD and interval are over samples of texts, not over "
+            "training runs." + "".join(f" {note}." for note in cka["notes"]),
+        ]
+    rows = []
+    for folder, cka in comparisons.items():
+        total = cka["overall"]
+        percent = [total["divergence"], total["sd"], total["ci95"], total.get("control", {}).get("divergence")]
+        rows.append([f"`{folder}`, {len(cka['layers'])} layers", *(number(x and 100 * x) for x in percent)])
+    rows += [[f"paper: {name}", f"{mean} ± {ci}", "-", "-", "49.7" if i == 0 else "-"]
+             for i, (name, mean, ci) in enumerate(PAPER_SIZES)]  # fmt: skip
+    return page + [
+        "Over all layers, beside the paper's Table 4. Its ± is printed as a 95% interval over three samples of texts; "
+        "that of the base model has the size of an SD, whose t interval would be three times as wide.",
+        table(["", "divergence %", "SD", "95% t ±", "control %"], rows),
     ]
 
 
@@ -481,13 +599,16 @@ def transplant_page(found):
     rows = []
     for name, row in found["scores"].items():
         numbers = [row["f1"], row["sd"], row["difference"], *row["difference_95"], row["recovery"]]
-        rows.append([f"{name} {found['parts'].get(name, '')}".strip(), *map(number, numbers)])
+        part = found["parts"].get(name, name)
+        paper = found.get("paper", {}).get(name, "")
+        rows.append([name if part == name else f"{name} {part}", *map(number, numbers), paper])
     return [
         "## Transplants",
-        table(["", "macro-F1", "SD", "difference", "95% from", "to", "recovery %"], rows),
+        table(["", "macro-F1", "SD", "difference", "95% from", "to", "recovery %", "paper's %"], rows),
         "![transplants](transplant/transplant.png)",
         f"Parts of `{found['donor']}` in `{found['host']}`, a linear probe on frozen vectors; {found['sizes']}. SD is "
-        "over seeds, intervals are over test texts." + "".join(f" {note}." for note in found["notes"]),
+        "over seeds, intervals are over test texts. The paper's are its recoveries on DiaMED."
+        + "".join(f" {note}." for note in found["notes"]),
     ]
 
 
@@ -525,6 +646,9 @@ def build(folder, names, base):
     continued = [run for name, run in found.items() if name != base]
     tasks = read_scores(folder / "results.jsonl", names, missing)
     cka = next(iter(read(folder / "cka" / "cka.json", missing)), None)
+    others = sorted(path.parent for path in folder.glob("cka?*/cka.json"))  # other comparisons: cka_large, cka_debiased
+    comparisons = {"cka": cka} | {path.name: next(iter(read(path / "cka.json", missing)), None) for path in others}
+    comparisons = {name: found for name, found in comparisons.items() if found}
     needle = next(iter(read(folder / "needle" / "needle.json", missing)), None)
     grafts = next(iter(read(folder / "transplant" / "transplant.json", [])), None)  # not everybody makes some
 
@@ -539,7 +663,9 @@ def build(folder, names, base):
         page += [draw_clm(run, figures) for run in continued if causal(run)][:1]
     for task, scored in tasks.items():
         page += scores_page(task, scored, figures)
-    page += cka_page(cka) if cka else []
+    freezing = read_freezing(continued, tasks)
+    page += freezing_page(freezing, figures) if freezing else []
+    page += cka_page(comparisons) if comparisons else []
     page += transplant_page(grafts) if grafts else []
     page += needle_page(needle) if needle else []
     page += ["## Settings and versions", *settings_page(continued)] if continued else []

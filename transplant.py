@@ -212,7 +212,9 @@ French base models. {". ".join(about["notes"])}"""
     page = ["# Transplants", what_it_says(found), "![](transplant.png)", table(found, wanted), how]
     (path / "transplant.md.tmp").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     os.replace(path / "transplant.md.tmp", path / "transplant.md")
-    data = json.loads(json.dumps({**about, "parts": wanted, "scores": found}), parse_constant=lambda nan: None)
+    data = json.loads(
+        json.dumps({**about, "parts": wanted, "scores": found, "paper": PAPER}), parse_constant=lambda nan: None
+    )
     (path / "transplant.json.tmp").write_text(json.dumps(data, indent=1) + "\n")
     os.replace(path / "transplant.json.tmp", path / "transplant.json")
     print(f"written to {out_dir}: transplant.json, transplant.md, transplant.png, results.jsonl")

@@ -291,8 +291,12 @@ def test_end_to_end(here, tmp_path, run_main):
         assert row["ratio"] == pytest.approx(row["divergence"] / row["control"]["divergence"])
         assert row["sd"] > 0  # the samples differ
     assert result["overall"]["divergence"] == pytest.approx(np.mean([row["divergence"] for row in result["layers"]]))
-    assert "overall" in out
-    assert "layer 2" in out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    by_name = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines}
+    low = by_name["low 0"] if "low 0" in by_name else by_name["low 0-0"]
+    assert low["paper's"] == "5 to 44" and by_name["layer 2"]["paper's"] == ""
+    assert by_name["overall"]["ratio"] == f"{result['overall']['ratio']:.3g}"
+    assert "control 49.7%" in " ".join((tmp_path / "cka.md").read_text().split())
     assert (tmp_path / "cka.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (tmp_path / "cka.svg").read_text()
     assert not list(tmp_path.glob("*.tmp"))

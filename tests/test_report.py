@@ -85,6 +85,7 @@ def transplant_result():
         "sizes": "60 train, 20 test",
         "notes": [],
         "parts": {"low": "0-1"},
+        "paper": transplant.PAPER,
     }
     found["scores"] = transplant.evaluate(answers, gold)
     return json.loads(json.dumps(found), parse_constant=lambda nan: None)
@@ -150,6 +151,7 @@ def test_page_and_figures(demo):
     assert "| `seed` | `17` | `17` | `42` |" in text
     assert "The same in all: `learning_rate=0.001`" in text
     assert "torch 2.13.0, sklearn 1.9.1" in text
+    assert re.search(r"^\| low 0-1 \|.* -12 \|$", text, re.MULTILINE)  # the paper's recovery, last
     assert "| clm/final | tuned probe | 75.0 | 69.2 | 80.1 |" in text
     assert "2 probes answer 240 test examples; above 50%, which is chance: clm/final (tuned probe) 75.0%" in text
     models = re.findall(r"^\| `(\w+)` \| 3 \|", text, re.MULTILINE)
@@ -358,6 +360,66 @@ def test_page_with_undefined_layers(demo):
     pair[:, :3] = np.nan
     (demo / "cka" / "cka.json").write_text(json.dumps(cka_result(pair, SEEDS)))
     assert "| layer 1 | - | - | - | 2.67 | - |" in make(demo)
+
+
+def freeze(folder, name, layers, phase, score, objective="clm", init="out/demo/general/final"):
+    """A run with frozen layers beside the others of the demo, scored for the three seeds."""
+    write_run(folder / name, objective, init=init)
+    plan = json.loads((folder / name / "plan.json").read_text())
+    for part in plan["phases"]:
+        part["frozen"] = layers if part["name"] == phase else ""
+    (folder / name / "plan.json").write_text(json.dumps(plan))
+    with open(folder / "results.jsonl", "a") as file:
+        for seed in (1, 2, 3):
+            file.write(json.dumps(result_row(name, seed, score + seed / 1000)) + "\n")
+
+
+def test_freezing(demo):
+    """Table 5 and Figure 1b: bars by what was frozen when, differences paired by seed, the paper's beside."""
+    freeze(demo, "exp1", "0-1", "phase1", 0.582)
+    freeze(demo, "exp2", "0-1", "decay", 0.60, objective="mlm", init="out/demo/clm/phase1")  # branched off the detour
+    freeze(demo, "exp3", "2-3", "phase1", 0.62)
+    text = report.build(demo, [*NAMES, "exp1", "exp2", "exp3"], "general")
+    page = text.split("## Freezing")[1].split("##")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")][2:]
+    assert lines[0] == ["MLM twin", "58.20", "0.10", "0.25", "-", "-3.00 ± 0.00", "58.9", "-"]
+    assert lines[1][0] == "detour, 0-1 frozen in phase 1" and lines[1][4:] == [
+        "+0.20 ± 0.00",
+        "-2.80 ± 0.00",
+        "59.3",
+        "+0.4",
+    ]
+    assert lines[2][0] == "detour, 0-1 frozen in decay" and lines[2][4:] == [
+        "+2.00 ± 0.00",
+        "-1.00 ± 0.00",
+        "61.2",
+        "+2.3",
+    ]
+    assert lines[3][0] == "detour, 2-3 frozen in phase 1" and lines[3][6:] == ["61.2", "+2.3"]
+    assert lines[4][0] == "detour, nothing frozen" and lines[4][4:6] == ["+3.00 ± 0.00", "-"]
+    assert "- Detour, 0-1 frozen in phase 1: +0.20 points" in text and "The paper has +0.4." in text
+    data = json.loads((demo / "figures" / "freezing.json").read_text())
+    assert list(data) == [line[0] for line in lines]
+    assert data["MLM twin"]["2"] == pytest.approx(58.2)
+    assert "`clm` minus `mlm`" in text  # a frozen run never stands for the detour or its twin
+
+
+def test_freezing_needs_the_whole_comparison(demo):
+    assert "## Freezing" not in make(demo)
+    freeze(demo, "exp1", "0-1", "phase1", 0.582)
+    shutil.rmtree(demo / "clm")
+    assert "## Freezing" not in report.build(demo, [*NAMES, "exp1"], "general")
+
+
+def test_several_comparisons_stand_beside_the_papers(demo):
+    large = cka_result([[0.5, 0.6, 0.7]] * 3, [[0.4, 0.5, 0.6]] * 3) | {"trajectory": [{"tokens": 1}]}
+    (demo / "cka_large").mkdir()
+    (demo / "cka_large" / "cka.json").write_text(json.dumps(large | {"paper": cka.PAPER}))
+    text = make(demo)
+    assert "![trajectory](cka_large/trajectory.png)" in text and "![cka_large](cka_large/cka.png)" in text
+    assert "| `cka`, 6 layers | 47." in text and "| `cka_large`, 3 layers | 60.00 | 0.00 | 0.00 | 50.00 |" in text
+    assert "| paper: ModernCamemBERT large, 350M | 67.2 ± 0.3 |" in text
+    assert "| 1.25 | 5 to 44 |" in text  # the low block's ratio and the paper's
 
 
 # --- curves of runs that are named one by one
