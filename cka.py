@@ -186,9 +186,10 @@ def spread(values):
     return {"divergence": values.mean(), "sd": sd, "ci95": ci95, "per_sample": values.tolist()}
 
 
-def summarise(pair, control=None, resamples=None):
+def summarise(pair, control=None, resamples=None, control_resamples=None):
     """Divergences (n_samples, n_layers) of the pair and of its control -> entries per layer, per block and overall;
-    with the resamples (count, n_layers) of the pair, also the half-width of the bootstrap's 95% interval.
+    with the resamples (count, n_layers) of both, also the half-widths of the bootstrap's 95% intervals: of the pair,
+    and of its excess over the control. Both must come from the same resampled texts, whose noise then cancels in part.
 
     A ratio averages over the samples first and divides then (P-508); a block's ratio is that of the block's means. The
     overall divergence is the mean over layers (P-509). A layer that is undefined in either pair is in no mean.
@@ -204,6 +205,10 @@ def summarise(pair, control=None, resamples=None):
         if control is not None:
             mean["control"] = spread(control[:, kept].mean(1) if kept else [np.nan])
             noise = mean["control"]["divergence"]
+            mean["excess"] = mean["divergence"] - noise
+            if control_resamples is not None:
+                excess = (resamples - control_resamples)[:, kept].mean(1)
+                mean["excess_bootstrap95"] = 1.96 * excess.std(ddof=1) if kept else float("nan")
             mean["ratio"] = mean["divergence"] / noise if noise > 1e-12 else float("nan")  # no noise: no ratio
         return mean
 
@@ -354,6 +359,10 @@ def what_it_says(result):
             f"The pair diverges by {shown(100 * overall['divergence'])} over all layers, the control, which differs "
             f"in the seed alone, by {noise}: {shown(overall['ratio'], 2, '')} times."
         ]
+        if "excess_bootstrap95" in overall:
+            more, width = 100 * overall["excess"], 100 * overall["excess_bootstrap95"]
+            ends = f"{shown(more - width, 1, '')} to {shown(more + width, 1, '')}"
+            say += [f"The pair's excess over the control is {shown(more, 1, '')} points (95% over texts: {ends})."]
         parts = []
         for name, row in result["blocks"].items():  # the paper's "more than 9" is of the means, its "5 to 44" of each
             first, last = row["layers"]
@@ -363,7 +372,9 @@ def what_it_says(result):
             parts.append(f"{ratio} in the {name} layers {first}-{last} (each layer by itself {ends})")
         say += [f"The ratio is {', '.join(parts)}."]
     for name, row in result.get("from_start", {}).items():
-        say += [f"{name} has come {shown(100 * row['divergence'])} from {result['start']}."]
+        blocks = ", ".join(f"{block} {shown(100 * x['divergence'])}" for block, x in row["blocks"].items())
+        way = shown(100 * row["overall"]["divergence"])
+        say += [f"{name} has come {way} from {result['start']}: {blocks}."]
     if points := result.get("trajectory"):
         values = [100 * point["divergence"] for point in points]
         say += [
@@ -497,16 +508,19 @@ def compare(sides, draws):
     pair = divergences(a[1:], b[1:], draws, "model_a, model_b:")
     control = divergences(noise_a[1:], noise_b[1:], draws, "control_a, control_b:") if control_a else None
     resamples = resampled(a[1:], b[1:], draws[0], bootstrap) if bootstrap else None
-    result = summarise(pair, control, resamples)
+    noise = resampled(noise_a[1:], noise_b[1:], draws[0], bootstrap) if bootstrap and control_a else None
+    result = summarise(pair, control, resamples, noise)
     # the embeddings train too, even where blocks are frozen, and every layer's output moves with them (P-407)
     first = divergences(a[:1], b[:1], draws, "model_a, model_b: before")
-    noise = divergences(noise_a[:1], noise_b[:1], draws, "control_a, control_b: before") if control_a else None
-    result["embeddings"] = summarise(first, noise)["overall"]
+    other = divergences(noise_a[:1], noise_b[:1], draws, "control_a, control_b: before") if control_a else None
+    result["embeddings"] = summarise(first, other)["overall"]
     result["top_share"] = {"a": [top_share(layer) for layer in a], "b": [top_share(layer) for layer in b]}
     if start:
-        result["from_start"] = {name: summarise(divergences(side[1:], origin[1:], draws, f"{name}, start:"))["overall"]
-                                for name, side in sides.items() if side is not None and side is not origin
-                                and not (name == "control_b" and side is b)}  # fmt: skip
+        others = {k: side for k, side in sides.items() if side is not None and side is not origin}
+        if control_a and noise_b is b:  # one model in two places
+            others.pop("control_b", None)
+        result["from_start"] = {k: summarise(divergences(side[1:], origin[1:], draws, f"{k}, start:"))
+                                for k, side in others.items()}  # fmt: skip
     return result
 
 

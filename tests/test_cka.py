@@ -170,6 +170,20 @@ def test_bootstrap_sd_is_that_of_fresh_texts(estimator, monkeypatch):
     assert np.mean(within) == pytest.approx(np.std(fresh), rel=0.2)
 
 
+def test_bootstrap_of_the_excess_over_the_control():
+    """Pair and control read the same resampled texts: a control that is the pair leaves no excess and no doubt."""
+    A, B = gaussian(2, 60, 5), gaussian(2, 60, 5, seed=1)
+    C = A + gaussian(2, 60, 5, seed=2)
+    draws, rows = [range(60)], np.arange(60)
+    pair, noise = (cka.divergences(A, other, draws) for other in (B, C))
+    ours, theirs = (cka.resampled(A, other, rows, 60) for other in (B, C))
+    same = cka.summarise(pair, pair, ours, cka.resampled(A, B, rows, 60))["overall"]
+    assert (same["excess"], same["excess_bootstrap95"]) == (0, 0)
+    found = cka.summarise(pair, noise, ours, theirs)["overall"]
+    assert found["excess"] == pytest.approx(pair.mean() - noise.mean())
+    assert found["excess_bootstrap95"] == pytest.approx(1.96 * (ours.mean(1) - theirs.mean(1)).std(ddof=1))
+
+
 def test_constant_features_are_nan():
     X = gaussian(30, 4)
     for constant in (np.zeros((30, 4)), np.full((30, 4), 0.1), np.tile(gaussian(1, 4), (30, 1))):
@@ -323,7 +337,8 @@ def test_beyond_the_paper_end_to_end(here, tmp_path, run_main):
     assert [row["divergence"] for row in more["layers"]] == [row["divergence"] for row in plain["layers"]]
     assert all(0 < row["bootstrap95"] < 0.5 for row in [*more["layers"], more["overall"]])
     against, *_ = run_main(tmp_path / "2", model_a=here / "b", model_b=here / "c", texts=here / "texts.jsonl")
-    assert more["from_start"]["model_b"]["divergence"] == pytest.approx(against["overall"]["divergence"])
+    assert more["from_start"]["model_b"]["overall"]["per_sample"] == pytest.approx(against["overall"]["per_sample"])
+    assert list(more["from_start"]) == ["model_a", "model_b"]
     assert "bootstrap +-" in out and "model_a has come" in out
     assert plain["embeddings"]["divergence"] > 0 and all(0 < x <= 1 for x in plain["top_share"]["a"])
     values = {plain["overall"]["divergence"]}
@@ -345,7 +360,7 @@ def test_a_path_is_never_read_as_a_number(here, tmp_path, run_main):
     (tmp_path / "nano").symlink_to(here / "c")
     sides = {"model_a": here / "a", "model_b": here / "b", "texts": here / "texts.jsonl"}
     _, out, _ = run_main(tmp_path / "out", **sides, start=tmp_path / "nano")
-    assert f"% from {tmp_path}/nano." in out
+    assert f"% from {tmp_path}/nano: low" in out
 
 
 def test_the_same_weights_in_another_network(here, tmp_path, run_main):
